@@ -1,0 +1,65 @@
+# One environment, made when first needed and brought up to date when its settings change.
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+MADE := $(VENV)/.made-by-$(subst /,-,$(PYTHON))
+SETTINGS := $(MADE) pyproject.toml constraints.txt
+# The constraints pin torch: no install may bring another one.
+INSTALL := $(BIN)/python -m pip install -c constraints.txt --editable
+# Ranks and tests share the cores; threads of their own would fight for them.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check format examples compiler clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed compiler ## train a small GPT with two pipeline ranks on this machine
+	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+
+test: $(VENV)/.installed-test compiler ## run the tests (PYTEST_ARGS="-k text" picks some)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-dev ## lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/python tools/typing_tree.py
+	MYPYPATH=.typing $(BIN)/mypy -p fxpipe
+
+format: $(VENV)/.installed-dev ## bring the code into the format that check asks for
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/python tools/update_tables.py
+
+examples: $(VENV)/.installed compiler ## run the examples that need one process
+	set -e; for example in $(filter-out examples/train_gpt.py, $(wildcard examples/*.py)); do \
+	  echo "$$example"; $(BIN)/python $$example; done
+
+clean: ## remove the environment and what the tools leave behind
+	rm -rf $(VENV) .typing .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+
+$(MADE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "$(PYTHON) is Python " \
+	  + sys.version.split()[0] + ", expected 3.10 or newer; name one: make PYTHON=python3.11")'
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(SETTINGS)
+	$(INSTALL) .
+	@touch $@
+
+$(VENV)/.installed-test: $(SETTINGS)
+	$(INSTALL) '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-dev: $(SETTINGS)
+	$(INSTALL) '.[test,dev]'
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed
+
+# torch's compiler writes C++ for the CPU, which is built against the headers of Python.
+compiler: $(MADE)
+	@$(BIN)/python tools/check_compiler.py

@@ -1,0 +1,66 @@
+"""The torch.compile backend: capture, passes, lowering, in this order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxpipe.capture import capture
+from fxpipe.errors import FxpipeError, OptionError
+from fxpipe.log import logger
+from fxpipe.lowering.group import agree, start_group
+from fxpipe.lowering.runtime import Step
+from fxpipe.options import Options
+from fxpipe.passes import default_pipeline
+
+log = logger(__name__)
+
+
+def fxpipe(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., list[Any]]:
+    """`torch.compile(model, backend="fxpipe", options={...})`; see `fxpipe.Options`.
+
+    Returns the pipelined step: a function of the graph's inputs. Errors are raised by the first
+    call, on every rank, as what they are.
+    """
+    start = time.perf_counter()
+    world_size = start_group()
+    try:
+        parsed = for_ranks(Options.parse(options), world_size)
+        captured = capture(gm, example_inputs, parsed)
+        pipeline = default_pipeline(parsed)
+        step = Step(captured, parsed, pipeline, world_size)
+    except FxpipeError as error:
+        return failure(error, world_size)
+    log.debug("captured in %.2f s: %d inputs", time.perf_counter() - start, len(captured.inputs))
+    return step
+
+
+def for_ranks(options: Options, world_size: int) -> Options:
+    if world_size == 1:
+        return options
+    if options.ranks not in (None, world_size):
+        raise OptionError(
+            f"ranks={options.ranks}, but {world_size} processes run; leave the option out"
+        )
+    return options if options.stages is not None else replace(options, stages=world_size)
+
+
+def failure(error: FxpipeError, world_size: int) -> Callable[..., list[Any]]:
+    """A step that raises: Dynamo would wrap an error of the backend, and may be set to hide it."""
+
+    def fail(*inputs: Any) -> list[Any]:
+        if world_size > 1:
+            agree("", 0, torch.device("cpu"), failure=error)
+        raise error
+
+    return fail

@@ -1,0 +1,287 @@
+"""The commands of `fxpipe` as functions: `schedule`, `schedules` and `compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fxpipe.choose import choose
+from fxpipe.costs import Costs
+from fxpipe.errors import OptionError, ScheduleError
+from fxpipe.report import Report
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import Family, build, families
+from fxpipe.schedules.builder import find
+from fxpipe.simulator import simulate
+
+app = typer.Typer(
+    help="Pipeline schedules: list them, simulate one, compare several.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks of the pipeline.")]
+Microbatches = Annotated[
+    int, typer.Option("--microbatches", "-m", min=1, help="Microbatches of a step.")
+]
+Chunks = Annotated[
+    int | None,
+    typer.Option("--chunks", "-v", min=1, help="Stages per rank; default: as the family needs."),
+]
+Times = Annotated[
+    str,
+    typer.Option(
+        help="F,B,W,c: forward, input gradient and weight gradient of one rank's share of the "
+        "model for one microbatch, and the delay of a message. A stage takes its part of them."
+    ),
+]
+PairTime = Annotated[
+    float | None,
+    typer.Option(
+        "--pair", min=0.0, help="Time of a pair of one rank's share; default: F + B + W added."
+    ),
+]
+MemoryLimit = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, help="Activations that a rank may hold, in those of its share of a microbatch."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Picture = Annotated[
+    Path | None, typer.Option(help="Draw time as rows of boxes into this .svg, .png or .pdf.")
+]
+
+
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(help="A family such as 1f1b or chimera:f=2, or auto.")],
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    chunks: Chunks = None,
+    times: Times = "1,1,1,0",
+    pair: PairTime = None,
+    memory_limit: MemoryLimit = None,
+    as_json: AsJson = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print PyTorch's CSV of actions.")] = False,
+    grid: Annotated[bool, typer.Option("--grid", help="Print a row per step.")] = False,
+    picture: Picture = None,
+) -> None:
+    """Simulate one schedule: bubble, memory, messages."""
+    if as_json + csv + grid > 1:
+        raise OptionError("--json, --csv and --grid exclude each other; give one")
+    report = _report(name, ranks, microbatches, chunks, times, pair, memory_limit)
+    if picture is not None:
+        _draw([report], picture)
+    if as_json:
+        _print_json(report.as_dict())
+    elif csv:
+        typer.echo(_csv(report.timeline.schedule), nl=False)
+    elif grid:
+        from fxpipe.text_grid import grid as as_grid
+
+        typer.echo(as_grid(report.timeline.schedule))
+    else:
+        _print_report(report)
+
+
+@app.command()
+def schedules(as_json: AsJson = False) -> None:
+    """List the families: what they are, their formulas, memory and constraints."""
+    known = [families()[name] for name in sorted(families())]
+    if as_json:
+        _print_json([_family_dict(family) for family in known])
+        return
+    for family in known:
+        entry = _family_dict(family)
+        typer.echo(f"{family.name}: {entry.pop('summary')}")
+        entry.pop("name")
+        for what, value in entry.items():
+            if value:
+                typer.echo(f"    {what.replace('_', ' '):<17}{value}")
+    typer.echo(
+        "p ranks, m microbatches, v chunks per rank, r the rank; F, B (input gradient), W: times of\n"
+        "one rank's share of the model for one microbatch; memory in units of that share."
+    )
+
+
+@app.command()
+def compare(
+    names: Annotated[list[str], typer.Argument(help="Families; none: all of them.")] = [],  # noqa: B006
+    ranks: Ranks = 4,
+    microbatches: Microbatches = 8,
+    chunks: Chunks = None,
+    times: Times = "1,1,1,0",
+    pair: PairTime = None,
+    memory_limit: MemoryLimit = None,
+    as_json: AsJson = False,
+    picture: Picture = None,
+) -> None:
+    """Put schedules side by side, the fastest first."""
+    reports, refused = [], []
+    for name in names or sorted(families()):
+        try:
+            reports.append(_report(name, ranks, microbatches, chunks, times, pair, memory_limit))
+        except ScheduleError as error:
+            if names:
+                raise
+            refused.append(str(error))
+    reports.sort(key=lambda report: (round(report.timeline.makespan, 9), report.name))
+    if picture is not None:
+        _draw(reports, picture)
+    if as_json:
+        _print_json([report.as_dict() for report in reports])
+        return
+    _print_comparison(reports)
+    for reason in refused:
+        typer.echo(f"left out: {reason}")
+
+
+def _report(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None,
+    times: str,
+    pair: float | None,
+    memory_limit: float | None,
+) -> Report:
+    """Build and simulate a schedule."""
+    family = None if name == "auto" else find(name.partition(":")[0])
+    if chunks is None:
+        chunks = family.chunks(2 * ranks, ranks) if family else 2
+    costs = costs_of(times, ranks=ranks, stages=ranks * chunks, pair=pair)
+    if family is None:
+        choice = choose(ranks * chunks, microbatches, ranks, costs, memory_limit)
+        return Report(choice.name, choice.timeline, chunks, note=str(choice))
+    built = build(
+        name,
+        stages=ranks * chunks,
+        microbatches=microbatches,
+        ranks=ranks,
+        costs=costs,
+        memory_limit=memory_limit,
+    )
+    return Report(name, simulate(built, costs), chunks, family)
+
+
+def costs_of(times: str, *, ranks: int, stages: int, pair: float | None = None) -> Costs:
+    """Read `F,B,W` or `F,B,W,c`; B is the input gradient's time, as the papers have it."""
+    words = times.split(",")
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (3, 4) or not all(0 <= number < float("inf") for number in numbers):
+        raise OptionError(
+            f"times={times!r} is not F,B,W,c; expected three or four numbers of at least 0 "
+            f"such as 1,1,1,0.1"
+        )
+    share = Costs.of_share(*numbers, ranks=ranks, stages=stages)
+    return Costs(
+        F=share.F,
+        I=share.I,
+        W=share.W,
+        transfer=share.transfer,
+        pair=None if pair is None else pair * ranks / stages,
+    )
+
+
+def _draw(reports: list[Report], path: Path) -> None:
+    from fxpipe.pictures import draw
+
+    draw([(report.title, report.timeline) for report in reports], path)
+
+
+def _csv(schedule: Schedule) -> str:
+    raise NotImplementedError
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, indent=2))
+
+
+def _family_dict(family: Family) -> dict[str, str]:
+    return {
+        "name": family.name,
+        "summary": family.summary,
+        "placement": family.placement,
+        "backward": "split into I and W" if family.splits_backward else "B",
+        "flush_bubble": family.flush,
+        "own_bubble": family.own,
+        "formulas_hold": family.holds if family.flush or family.own else "",
+        "peak_activations": family.peak,
+        "weights": family.weights,
+        "messages": family.messages,
+        "constraint": family.constraint,
+        "source": family.source,
+    }
+
+
+def _print_report(report: Report) -> None:
+    timeline, family = report.timeline, report.family
+    typer.echo(report.title)
+    typer.echo(
+        f"  flush bubble   {_percent(timeline.bubble_flush)}   time {timeline.bubble_flush_time:g} "
+        f"of {timeline.makespan:g}" + (f"   {family.flush}" if family and family.flush else "")
+    )
+    typer.echo(
+        f"  own bubble     {_percent(timeline.bubble_own)}   time {timeline.bubble_own_time:g}"
+    )
+    typer.echo(f"  messages       {sum(report.messages)}")
+    table = _table("rank", "peak activations", "weights", "messages sent", "busy", "stages")
+    for rank in range(timeline.schedule.num_ranks):
+        table.add_row(
+            str(rank),
+            f"{timeline.peak_activations[rank]:g}",
+            f"{timeline.weights[rank]:g}",
+            str(report.messages[rank]),
+            _percent(timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0),
+            " ".join(map(str, timeline.schedule.stages_of(rank))),
+        )
+    _console().print(table)
+    if report.note:
+        typer.echo(report.note)
+
+
+def _print_comparison(reports: list[Report]) -> None:
+    table = _table(
+        "schedule", "stages", "time", "flush bubble", "own bubble", "peak activations", "weights",
+        "messages",
+    )  # fmt: skip
+    for report in reports:
+        timeline, peak = report.timeline, report.timeline.peak_activations
+        table.add_row(
+            report.name,
+            str(len(timeline.costs.F)),
+            f"{timeline.makespan:g}",
+            _percent(timeline.bubble_flush),
+            _percent(timeline.bubble_own),
+            f"{min(peak):g}" + (f"..{max(peak):g}" if max(peak) > min(peak) else ""),
+            f"{max(timeline.weights):g}",
+            str(sum(report.messages)),
+        )
+    _console().print(table)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("schedule", "stages") else "right")
+    return table
+
+
+def _console() -> Console:
+    """Wide enough for the tables where the output is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=140)
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.2f} %"

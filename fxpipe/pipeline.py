@@ -1,0 +1,131 @@
+"""The frame that passes run in: order, time, checks, dumps and errors."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from fxpipe.errors import FxpipeError, OptionError, PassError
+from fxpipe.log import logger
+from fxpipe.options import Options
+from fxpipe.program import Program
+from fxpipe.torch_private import structured_trace
+from fxpipe.verify import verify
+
+log = logger(__name__)
+Pass = Callable[[Program], Program]
+
+
+def name_of(pass_: Pass) -> str:
+    """`split_weight_grads` of a SplitWeightGrads."""
+    name = getattr(pass_, "__name__", type(pass_).__name__)
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in order. Calling it takes a program through all that are switched on.
+
+    `optional` names the passes that may be switched off; the others are what makes a pipeline.
+    """
+
+    passes: tuple[Pass, ...]
+    optional: frozenset[str]
+    options: Options
+
+    def __post_init__(self) -> None:
+        names = [name_of(p) for p in self.passes]
+        for name, on in self.options.passes.items():
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+                raise OptionError(f"passes names {name!r}, which is no pass; did you mean {near!r}?")
+            if not on and name not in self.optional:
+                raise OptionError(
+                    f"the pass {name!r} cannot be switched off: no program runs without it; these "
+                    f"can: {', '.join(sorted(self.optional))}"
+                )
+        stop = self.options.stop_after
+        if stop is not None and stop not in names:
+            near = difflib.get_close_matches(stop, names, n=1, cutoff=0.0)[0]
+            raise OptionError(f"stop_after={stop!r} is no pass; did you mean {near!r}?")
+
+    def __str__(self) -> str:
+        shown = (
+            f"{i:>2} {p!r}{'' if self.is_on(p) else '   (off)'}" for i, p in enumerate(self.passes, 1)
+        )
+        return "\n".join(shown)
+
+    def is_on(self, pass_: Pass) -> bool:
+        return self.options.passes.get(name_of(pass_), True)
+
+    def __call__(self, program: Program) -> Program:
+        dump = Dump(self.options, program)
+        dump.write(0, "input", program, 0.0)
+        for number, pass_ in enumerate(self.passes, 1):
+            if not self.is_on(pass_):
+                continue
+            start = time.perf_counter()
+            program = self.run(number, pass_, program)
+            seconds = time.perf_counter() - start
+            log.debug("pass %d/%d %r took %.0f ms", number, len(self.passes), pass_, seconds * 1e3)
+            dump.write(number, name_of(pass_), program, seconds)
+            if name_of(pass_) == self.options.stop_after:
+                where = f"the program is in {dump.folder}" if dump.folder else "set FXPIPE_DUMP to see it"
+                raise PassError(f"stopped after {name_of(pass_)}, as stop_after asks; {where}")
+        return program
+
+    def run(self, number: int, pass_: Pass, program: Program) -> Program:
+        before = str(program) if self.options.check else None
+        try:
+            changed = pass_(program)
+        except FxpipeError:
+            raise
+        except Exception as error:
+            raise PassError(
+                f"pass {number}/{len(self.passes)} {pass_!r} failed: {type(error).__name__}: {error}"
+            ) from error
+        if self.options.check:
+            if str(program) != before:
+                raise PassError(f"{pass_!r} changed the program that it was given; return a new one")
+            verify(changed, name_of(pass_))
+        return changed
+
+
+class Dump:
+    """Numbered text files, the program before the first pass and after each."""
+
+    def __init__(self, options: Options, program: Program) -> None:
+        rows = program.microbatch_size
+        self.variant = f"microbatch-of-{rows}" if rows is not None else "whole-batch"
+        self.variant += "" if program.training else "-forward"
+        self.folder = Path(options.dump) / self.variant if options.dump else None
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob("*.txt"):
+                old.unlink()
+
+    def write(self, number: int, name: str, program: Program, seconds: float) -> None:
+        text = LazyText(program)
+        structured_trace(f"fxpipe_{self.variant}_{number:02}_{name}", text)
+        if self.folder:
+            head = f"# {number:02} {name} ({seconds * 1e3:.1f} ms)\n\n"
+            (self.folder / f"{number:02}-{name}.txt").write_text(head + text() + "\n")
+
+
+@dataclass
+class LazyText:
+    """The program's text, made at most once and only if somebody reads it."""
+
+    program: Program
+    text: str | None = None
+
+    def __call__(self) -> str:
+        if self.text is None:
+            self.text = str(self.program)
+        return self.text
+
+

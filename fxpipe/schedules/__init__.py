@@ -1,0 +1,17 @@
+"""A schedule's name and the sizes become a Schedule: `build("1f1b", stages=4, microbatches=8)`."""
+
+from fxpipe.schedules import (  # noqa: F401 - importing enters the families
+    bitpipe,
+    chimera,
+    controllable,
+    dualpipe,
+    linear,
+    looped,
+    wave,
+)
+from fxpipe.schedules.builder import build, families
+from fxpipe.schedules.custom import load, register, save
+from fxpipe.schedules.family import Family
+from fxpipe.schedules.torch_csv import from_csv, to_csv
+
+__all__ = ["Family", "build", "families", "from_csv", "load", "register", "save", "to_csv"]

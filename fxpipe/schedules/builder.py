@@ -1,0 +1,122 @@
+"""The one entry: a family's or a registered function's name becomes a Schedule."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fxpipe import packed
+from fxpipe.costs import Costs
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import Schedule
+from fxpipe.schedules.custom import REGISTERED, call_registered
+from fxpipe.schedules.family import FAMILIES, Family
+from fxpipe.schedules.fit import fit_line, group_stages
+from fxpipe.schedules.times import Times
+from fxpipe.text_grid import Edges
+
+
+def families() -> Mapping[str, Family]:
+    """Every family by name."""
+    return MappingProxyType(FAMILIES)
+
+
+def build(
+    name: str,
+    *,
+    stages: int,
+    microbatches: int,
+    ranks: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    forward_edges: Edges | None = None,
+    **options: Any,
+) -> Schedule:
+    """The schedule of that name for any number of stages and microbatches.
+
+    `name` may carry options of the family: `chimera:f=2` is `build("chimera", f=2)`. `costs` and
+    `memory_limit` (in activations of one rank's share of the model for one microbatch) are used
+    by the families whose rule asks for them, `forward_edges` (of stages that are no chain) to
+    check what a registered function returns. Families hold for any edges from lower to higher
+    stages that a chain implies.
+    """
+    name, options = _split_name(name, options)
+    _check_sizes(stages=stages, microbatches=microbatches)
+    family = None if name in REGISTERED else find(name)
+    if ranks is None:
+        ranks = family.default_ranks(stages) if family else stages
+    _check_sizes(ranks=ranks)
+    if ranks > stages:
+        raise ScheduleError(
+            f"schedule {name!r}: ranks={ranks} with stages={stages} leaves ranks without a stage; "
+            f"use at most ranks={stages}"
+        )
+    if family is None:
+        return call_registered(
+            name,
+            stages=stages,
+            microbatches=microbatches,
+            ranks=ranks,
+            forward_edges=forward_edges,
+            **options,
+        )
+    for option in options:
+        if option not in family.options:
+            known = ", ".join(family.options) or "none"
+            raise ScheduleError(f"schedule {name!r} has no option {option!r}; it has {known}")
+    family.refuse(ranks, stages, options)
+    if costs is not None:
+        options["costs"] = costs
+    if memory_limit is not None:
+        options["memory_limit"] = memory_limit
+    return _fit(family, stages, microbatches, ranks, options)
+
+
+def _fit(
+    family: Family, stages: int, microbatches: int, ranks: int, options: dict[str, Any]
+) -> Schedule:
+    """The schedule of the next legal size, with stages grouped and what does not exist dropped."""
+    chunks = family.chunks(stages, ranks)
+    groups = group_stages(stages, ranks * chunks)
+    if costs := options.pop("costs", None):
+        options["times"] = Times.of(costs, groups, ranks=ranks, stages=stages)
+    given = {key: options[key] for key in family.takes if key in options}
+    if family.has_chunks:
+        given["v"] = chunks
+    lines = family.lines(ranks, family.legal_microbatches(ranks, microbatches), **given)
+    return Schedule.from_packed(
+        [fit_line(line, groups, microbatches) for line in lines], family.name
+    )
+
+
+def find(name: str) -> Family:
+    """The family of that name, or ScheduleError with the nearest name."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    known = sorted({*FAMILIES, *REGISTERED})
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else "use one of these"
+    raise ScheduleError(f"there is no schedule {name!r}; {hint} (known: {', '.join(known)})")
+
+
+def _split_name(name: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    name, _, rest = name.partition(":")
+    found = dict(options)
+    for item in filter(None, rest.split(",")):
+        key, equals, value = item.partition("=")
+        if not (key and equals and value.isdigit()):
+            raise ScheduleError(
+                f"{item!r} is no schedule option; expected <name>=<number> as in 'chimera:f=2'"
+            )
+        found[key.strip()] = int(value)
+    return name.strip(), found
+
+
+def _check_sizes(**sizes: int) -> None:
+    for what, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= packed.LIMIT:
+            raise ScheduleError(
+                f"{what}={size!r}; expected a whole number from 1 to {packed.LIMIT}"
+            )

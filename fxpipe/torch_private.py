@@ -1,0 +1,154 @@
+"""Every private torch API that fxpipe uses, each with its reason. Tried on torch 2.13.
+
+Nothing else in the project imports `torch._*`; a test walks the imports to hold that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import sympy
+import torch
+import torch.fx as fx
+
+# Tracing again from inside a backend with the batch marked dynamic: no public way exists. Dynamo
+# restarts at once; with `torch.compile(dynamic=True)` the batch is symbolic from the start.
+from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._inductor.compile_fx import compile_fx
+from torch._logging import trace_structured
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental import _config as symbolic_config
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+_tracing_again = False
+
+
+def trace_again_with_dynamic_dims(dims: Sequence[tuple[torch.Tensor, int]]) -> None:
+    """Mark (tensor, dim) pairs dynamic and make Dynamo trace the frame again.
+
+    Returns only in that second trace. Duck shaping is off for it: equal sizes get one symbol only
+    where the model itself makes them equal, so a table of 8 rows is never taken for a batch of 8.
+    """
+    global _tracing_again
+    again = _tracing_again and all(is_marked_dynamic(tensor, dim) for tensor, dim in dims)
+    _tracing_again = not again
+    symbolic_config.use_duck_shape = again
+    if again:
+        return
+    for tensor, dim in dims:
+        maybe_mark_dynamic(tensor, dim)
+    raise TensorifyScalarRestartAnalysis(restart_reason="fxpipe: symbolic batch dimension")
+
+
+def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
+    """Whether Dynamo was asked to keep this dimension symbolic, or by the user to keep it static."""
+    marks = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices", "_dynamo_static_indices")
+    return any(dim in getattr(tensor, mark, ()) for mark in marks)
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """Where a Dynamo input comes from, as Dynamo writes it: `L['self']._modules['head']...`."""
+    source = placeholder.meta["grapharg"].source
+    return source.name if isinstance(source.name, str) else source.name()
+
+
+def is_call_argument(placeholder: fx.Node) -> bool:
+    """Whether a Dynamo input is an argument of the compiled call, not state of a module."""
+    source = placeholder.meta["grapharg"].source
+    kind = source.guard_source
+    kind = kind() if callable(kind) else kind
+    in_module = kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()
+    if in_module or not source_name(placeholder).startswith("L["):
+        return False
+    return not re.search(r"\._(parameters|buffers|modules)\[", source_name(placeholder))
+
+
+def graph_break_reason(gm: fx.GraphModule) -> tuple[str, Any] | None:
+    """(reason, innermost user frame) of the graph break that ended this Dynamo graph, if any."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not getattr(reason, "graph_break", False):
+        return None
+    return reason.reason, (reason.user_stack[-1] if reason.user_stack else None)
+
+
+def expression(size: int | torch.SymInt) -> sympy.Expr:
+    """A size as a sympy expression, equalities that the trace found put in."""
+    if isinstance(size, int):
+        return sympy.Integer(size)
+    node = size.node
+    return node.shape_env.replace(node.expr)
+
+
+def export_joint(
+    gm: fx.GraphModule, fake_inputs: Callable[[FakeTensorMode], list[Any]], training: bool
+) -> fx.GraphModule:
+    """The ATen graph of `gm` on fake inputs: forward and, when training, backward.
+
+    Placeholders and outputs carry descriptors in `meta["desc"]`: see `describe_*`.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(torch.set_grad_enabled(training))
+        inputs = tuple(fake_inputs(mode))
+        return aot_export_joint_with_descriptors(stack, gm, inputs).graph_module
+
+
+def describe_placeholder(node: fx.Node) -> tuple[Literal["input", "tangent"], int]:
+    """("input", its number among the traced inputs) or ("tangent", the output's number)."""
+    desc = node.meta["desc"]
+    name = type(desc).__name__
+    if name == "TangentAOTInput":
+        return "tangent", _index(desc.output)
+    return "input", _index(desc)
+
+
+def describe_outputs(gm: fx.GraphModule) -> list[tuple[str, int] | None]:
+    """Per output of a joint graph: ("output" | "mutation" | "gradient", number) or None."""
+    found: list[tuple[str, int] | None] = []
+    for desc in gm.graph.output_node().meta["desc"]:
+        match type(desc).__name__:
+            case "PlainAOTOutput":
+                found.append(("output", desc.idx))
+            case "InputMutationAOTOutput":
+                found.append(("mutation", _index(desc.mutated_input)))
+            case "GradAOTOutput":
+                found.append(("gradient", _index(desc.grad_of)))
+            case "NoneType":
+                found.append(None)
+            case other:
+                found.append((other, -1))
+    return found
+
+
+def _index(desc: Any) -> int:
+    index = getattr(desc, "idx", None)
+    if index is None:
+        raise NotImplementedError(f"torch describes a value as {type(desc).__name__}")
+    return int(index)
+
+
+@contextlib.contextmanager
+def fake_mode_of(values: Sequence[Any]) -> Iterator[Any]:
+    """The fake mode that made the fake tensors among `values`, entered."""
+    modes = [v.fake_mode for v in values if hasattr(v, "fake_mode")]
+    with modes[0] if modes else contextlib.nullcontext() as mode:
+        yield mode
+
+
+def structured_trace(name: str, text: Callable[[], str]) -> None:
+    """Hand a text to torch's structured trace, so that tlparse shows it among its artifacts."""
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+
+
+def inductor_compile(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """The function that Inductor makes of an ATen graph without gradients."""
+    with torch.no_grad():
+        return compile_fx(graph, list(inputs))

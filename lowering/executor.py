@@ -1,0 +1,225 @@
+"""A rank program to a flat list of calls on numbered slots, and its execution step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from operator import getitem, itemgetter
+from typing import Any, NamedTuple
+
+import torch.fx as fx
+
+from fxpipe.errors import FxpipeError, RankError
+from fxpipe.lowering import instructions
+from fxpipe.lowering.instructions import Transport
+from fxpipe.lowering.rank_program import RankProgram
+
+Slots = list[Any]
+
+
+class Instruction(NamedTuple):
+    """One call. `awaits` is the message that must have come before it can run."""
+
+    run: Callable[[Slots], None]
+    name: str
+    awaits: str | None = None
+
+
+class Paused(NamedTuple):
+    """The forward is done: its outputs. Send their gradients back to go on."""
+
+    outputs: tuple[Any, ...]
+
+
+class Executor:
+    """Runs a rank program. Every look-up is made here, once; a step is one loop over the calls.
+
+    Values die after their last use where `free` is set.
+    """
+
+    def __init__(self, program: RankProgram, free: bool = True) -> None:
+        self.program = program
+        self.number: dict[fx.Node, int] = {}
+        self.template: Slots = []
+        self.frees = last_uses(program.graph.graph) if free else {}
+        self.instructions = [
+            made for node in program.graph.graph.nodes if (made := self.instruction(node))
+        ]
+        self.results = self.reader(program.graph.graph.output_node().args[0])
+
+    def run(
+        self, transport: Transport, values: Sequence[Any]
+    ) -> Generator[Paused | str, tuple[Any, ...] | None, tuple[Any, ...]]:
+        """Execute a step; returns the program's results.
+
+        Yields the name of a message that has not come yet (go on when it may have), or Paused.
+        """
+        slots = self.template.copy()
+        slots[: len(values) + 1] = transport, *values
+        name = "start"
+        try:
+            for run, name, awaits in self.instructions:
+                if awaits is not None:
+                    while not transport.ready(awaits):
+                        yield awaits
+                if run is PAUSE:
+                    index, outputs, frees = self.pause
+                    given = yield Paused(outputs(slots))
+                    assert given is not None
+                    slots[index : index + len(given)] = given
+                    for i in frees:
+                        slots[i] = None
+                else:
+                    run(slots)
+        except (FxpipeError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise RankError(
+                f"rank {self.program.rank} failed in {name}: {type(error).__name__}: {error}"
+            ) from error
+        return self.results(slots)
+
+    # Building.
+
+    def instruction(self, node: fx.Node) -> Instruction | None:
+        if node.op == "placeholder":
+            self.place(node)
+            return None
+        if node.op == "output" or node.target is getitem and self.is_unpacked(node.args[0]):
+            return None
+        name = str(node.meta.get("action", node.name))
+        if node.op == "call_module":
+            function = self.program.graph.get_submodule(node.target).function
+            return Instruction(self.call(function, node, self.reader(node.args)), name)
+        match node.target:
+            case instructions.send:
+                _, message, tensors = node.args
+                return Instruction(self.send(message, self.reader(tensors), node), f"send {message}")
+            case instructions.post:
+                return Instruction(post(node.args[1]), f"post {node.args[1]}")
+            case instructions.wait:
+                message = node.args[1]
+                return Instruction(self.wait(message, node), f"wait for {message}", message)
+            case instructions.pause:
+                read = self.reader(node.args[0])
+                self.pause = (self.place_unpacked(node), read, self.frees.get(node, ()))
+                return Instruction(PAUSE, "pause")
+        return Instruction(self.single(node), name)
+
+    def is_unpacked(self, node: Any) -> bool:
+        """Whether a call's results go to slots of their own: a task's, a message's."""
+        unpacked = (instructions.wait, instructions.pause)
+        return node.op == "call_module" or node.target in unpacked
+
+    def place(self, node: fx.Node) -> int:
+        if node not in self.number:
+            self.number[node] = len(self.template)
+            self.template.append(None)
+        return self.number[node]
+
+    def place_unpacked(self, node: fx.Node) -> int:
+        """Slots side by side for what a call returns; the first one's number."""
+        first = len(self.template)
+        parts = {user.args[1]: user for user in node.users if user.target is getitem}
+        for index in range(max(parts, default=-1) + 1):
+            self.template.append(None)
+            if index in parts:
+                self.number[parts[index]] = first + index
+        return first
+
+    def constant(self, value: Any) -> int:
+        self.template.append(value)
+        return len(self.template) - 1
+
+    def reader(self, arguments: Sequence[Any]) -> Callable[[Slots], tuple[Any, ...]]:
+        """Slots to the values of arguments that are nodes or constants."""
+        numbers = [
+            self.number[a] if isinstance(a, fx.Node) else self.constant(a) for a in arguments
+        ]
+        match numbers:
+            case []:
+                return lambda slots: ()
+            case [number]:
+                return lambda slots: (slots[number],)
+        return itemgetter(*numbers)
+
+    def call(
+        self, function: Callable[..., Any], node: fx.Node, read: Callable[[Slots], tuple[Any, ...]]
+    ) -> Callable[[Slots], None]:
+        first = self.place_unpacked(node)
+        end = len(self.template)
+        frees = self.free_numbers(node)
+
+        def run(slots: Slots) -> None:
+            slots[first:end] = function(*read(slots))
+            for number in frees:
+                slots[number] = None
+
+        return run
+
+    def send(
+        self, message: str, read: Callable[[Slots], tuple[Any, ...]], node: fx.Node
+    ) -> Callable[[Slots], None]:
+        frees = self.free_numbers(node)
+
+        def run(slots: Slots) -> None:
+            slots[0].send(message, read(slots))
+            for number in frees:
+                slots[number] = None
+
+        return run
+
+    def wait(self, message: str, node: fx.Node) -> Callable[[Slots], None]:
+        first = self.place_unpacked(node)
+        end = len(self.template)
+
+        def run(slots: Slots) -> None:
+            slots[first:end] = slots[0].wait(message)
+
+        return run
+
+    def single(self, node: fx.Node) -> Callable[[Slots], None]:
+        """A call with one result, whose arguments may hold lists of nodes."""
+        nested: list[Callable[[Slots], Any]] = []
+        for argument in node.args:
+            if isinstance(argument, (list, tuple)):
+                nested.append(self.reader(argument))
+            else:
+                read = self.reader([argument])
+                nested.append(lambda slots, read=read: read(slots)[0])
+        target, number, frees = node.target, self.place(node), self.free_numbers(node)
+
+        def run(slots: Slots) -> None:
+            slots[number] = target(*[read(slots) for read in nested])
+            for i in frees:
+                slots[i] = None
+
+        return run
+
+    def free_numbers(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(self.number[n] for n in self.frees.get(node, ()))
+
+
+def PAUSE(slots: Slots) -> None:
+    """Stands for the pause in the list of calls; `Executor.run` acts on it."""
+
+
+def post(message: str) -> Callable[[Slots], None]:
+    def run(slots: Slots) -> None:
+        slots[0].post(message)
+
+    return run
+
+
+def last_uses(graph: fx.Graph) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
+    """Per node, the values whose last use it is. Results of the program are never freed."""
+    kept = set(graph.output_node().all_input_nodes)
+    seen: set[fx.Node] = set(kept)
+    frees: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output" or node.target is getitem:
+            continue
+        unused = [n for n in node.users if n.target is getitem and not n.users]
+        dying = [n for n in node.all_input_nodes if n not in seen]
+        seen.update(dying)
+        frees[node] = tuple(n for n in unused + dying if n.target != "transport")
+    return frees

@@ -1,0 +1,41 @@
+"""The passes, and their order."""
+
+from __future__ import annotations
+
+from fxpipe.options import Options
+from fxpipe.passes.assign_stages import AssignStages as AssignStages
+from fxpipe.passes.build_schedule import BuildSchedule as BuildSchedule
+from fxpipe.passes.insert_communication import InsertCommunication as InsertCommunication
+from fxpipe.passes.make_cuts_dense import MakeCutsDense as MakeCutsDense
+from fxpipe.passes.normalize import Normalize as Normalize
+from fxpipe.passes.partial_gradients import PartialGradients as PartialGradients
+from fxpipe.passes.plan_last_uses import PlanLastUses as PlanLastUses
+from fxpipe.passes.split_loss import SplitLoss as SplitLoss
+from fxpipe.passes.split_tasks import SplitTasks as SplitTasks
+from fxpipe.passes.split_weight_grads import SplitWeightGrads as SplitWeightGrads
+from fxpipe.passes.sync_gradients import SyncGradients as SyncGradients
+from fxpipe.passes.trace_joint import TraceJoint as TraceJoint
+from fxpipe.pipeline import Pipeline
+
+
+def default_pipeline(options: Options) -> Pipeline:
+    """Every pass in order. `options.passes` switches an optional one off by its name."""
+    split = options.passes.get("split_weight_grads", True)
+    return Pipeline(
+        (
+            SplitLoss(),
+            TraceJoint(),
+            Normalize(),
+            AssignStages(),
+            PartialGradients(),
+            BuildSchedule(merge_backward=not split),
+            MakeCutsDense(),
+            SplitWeightGrads(),
+            SplitTasks(),
+            InsertCommunication(),
+            SyncGradients(),
+            PlanLastUses(),
+        ),
+        optional=frozenset({"normalize", "split_weight_grads", "plan_last_uses"}),
+        options=options,
+    )

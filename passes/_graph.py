@@ -1,0 +1,68 @@
+"""FX helpers that several passes share. No pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+aten = torch.ops.aten
+
+
+def copy_graph(
+    gm: fx.GraphModule, edit: Callable[[fx.Graph, dict[fx.Node, fx.Node]], None] | None = None
+) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
+    """A copy of the graph that shares `gm`'s attributes, and the map from old nodes to new."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, environment)
+    old = gm.graph.output_node()
+    environment[old] = graph.output(output)
+    environment[old].meta = dict(old.meta)
+    return fx.GraphModule(gm, graph), environment
+
+
+def results_of(gm: fx.GraphModule) -> list[Any]:
+    """The values that a graph returns: nodes, or constants such as None."""
+    returned = gm.graph.output_node().args[0]
+    return list(returned) if isinstance(returned, (tuple, list)) else [returned]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's value shares its first input's storage, so that it costs nothing to redo."""
+    target = node.target
+    if target is getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    # _unsafe_view is a view by another name: autograd's bookkeeping alone tells them apart.
+    if target in (aten._unsafe_view.default, aten._reshape_alias.default):
+        return True
+    return isinstance(target, torch._ops.OpOverload) and target.is_view
+
+
+def getitem_of(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is getitem
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, so that computing it twice gives two values."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags
+
+
+
