@@ -13,7 +13,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format examples compiler clean
+.PHONY: help demo test check format examples bench compiler clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,10 @@ examples: $(VENV)/.installed compiler ## run the examples that need one process
 	set -e; for example in $(filter-out examples/train_gpt.py, $(wildcard examples/*.py)); do \
 	  echo "$$example"; $(BIN)/python $$example; done
 
+bench: $(VENV)/.installed-test compiler ## run the benchmarks, one after another
+	set -e; for script in $(wildcard benchmarks/*.py); do \
+	  echo "$$script"; $(BIN)/python $$script; done
+
 clean: ## remove the environment and what the tools leave behind
 	rm -rf $(VENV) .typing .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 
@@ -48,8 +52,9 @@ $(MADE):
 	$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
+# fxpipe does without numpy, but torch says at every start that it misses it.
 $(VENV)/.installed: $(SETTINGS)
-	$(INSTALL) .
+	$(INSTALL) . numpy
 	@touch $@
 
 $(VENV)/.installed-test: $(SETTINGS)

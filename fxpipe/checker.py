@@ -86,7 +86,8 @@ class _Check:
         else:
             first = self.messages.setdefault(action, place)
         if first is not place:
-            self.fail(f"{action} is there twice, on rank {first[0]} and on rank {place[0]}", place)
+            also = "" if first[0] == place[0] else f" and on rank {place[0]}"
+            self.fail(f"{action} is there twice, on rank {first[0]}{also}; take one away", place)
 
     def complete(self) -> None:
         """Every stage and microbatch has its F and its backward, on one rank."""
@@ -185,7 +186,8 @@ class _Check:
         cycle = _find_cycle(layout)
         waits = [self._describe(rank, layout) for rank in cycle]
         mark = (cycle[0], len(layout.rows[cycle[0]]))
-        self.fail(f"deadlock: {', '.join(waits)}", mark, edges)
+        advice = "move one of these steps behind what it waits for"
+        self.fail(f"deadlock: {', '.join(waits)}; {advice}", mark, edges)
 
     def _describe(self, rank: int, layout: Layout) -> str:
         needed, place = layout.lacks[rank]

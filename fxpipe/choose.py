@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from fxpipe import schedules
 from fxpipe.costs import Costs
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.list_scheduler import POLICIES, Placement, list_schedule
 from fxpipe.schedule import Schedule
-from fxpipe.schedules import build, families
 from fxpipe.simulator import UNIT_COSTS, Timeline, simulate
 
 # The list scheduler takes on the placements of so many candidates, if there are few actions.
@@ -100,7 +100,7 @@ def choose(
     ranks: int,
     costs: Costs = UNIT_COSTS,
     memory_limit: float | None = None,
-    names: Iterable[str] | None = None,
+    families: Iterable[str] | None = None,
     *,
     search: bool = True,
     solver_effort: float = 0.0,
@@ -108,14 +108,15 @@ def choose(
     """The schedule with the least time per step, transfers included, that keeps the memory limit.
 
     memory_limit: what a rank may hold, in the unit of costs.activations; costs.weights count too
-    where they are given. names: schedules to consider, such as chimera:f=2; default every family
-    with its own defaults. Of those that replicate stages, costs.reduce says what that costs. search: try the list scheduler
-    as well. solver_effort: so much deterministic time of CP-SAT on the best (see fxpipe.solver).
+    where they are given. families: the names to consider, such as "chimera:f=2"; default every
+    family with its own defaults. What replicated stages cost is for costs.reduce to say. search:
+    try the list scheduler as well. solver_effort: so much deterministic time of CP-SAT on the best
+    (fxpipe.solver).
 
     Raises OptionError where nothing fits, naming the least memory that would do.
     """
     chooser = _Chooser(stages, microbatches, ranks, costs, memory_limit)
-    chooser.try_families(list(families()) if names is None else list(names))
+    chooser.try_families(list(schedules.families() if families is None else families))
     if not chooser.fits() and not search:
         raise OptionError(chooser.why_nothing_fits())
     if search:
@@ -143,7 +144,7 @@ class _Chooser:
     def try_families(self, names: Sequence[str]) -> None:
         for name in names:
             try:
-                schedule = build(
+                schedule = schedules.build(
                     name,
                     stages=self.stages,
                     microbatches=self.microbatches,

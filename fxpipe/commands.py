@@ -14,8 +14,7 @@ from fxpipe.choose import choose
 from fxpipe.costs import Costs
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.report import Report
-from fxpipe.schedule import Schedule
-from fxpipe.schedules import Family, build, families
+from fxpipe.schedules import Family, build, families, load, to_csv
 from fxpipe.schedules.builder import find
 from fxpipe.simulator import simulate
 
@@ -25,6 +24,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+
+NAME = "A family such as 1f1b or chimera:f=2, a .txt file of actions, PyTorch's .csv of them"
+LETTERS = """\
+p ranks, m microbatches, v chunks per rank, f half the number of replicas, r the rank;
+F, B (input gradient), W: times of one rank's share of the model for one microbatch;
+memory and weights in units of that share."""
 
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks of the pipeline.")]
 Microbatches = Annotated[
@@ -61,7 +66,10 @@ Picture = Annotated[
 
 @app.command()
 def schedule(
-    name: Annotated[str, typer.Argument(help="A family such as 1f1b or chimera:f=2, or auto.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="A family such as 1f1b or chimera:f=2, a .txt or .csv file, or auto."),
+    ],
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = None,
@@ -82,7 +90,7 @@ def schedule(
     if as_json:
         _print_json(report.as_dict())
     elif csv:
-        typer.echo(_csv(report.timeline.schedule), nl=False)
+        typer.echo(to_csv(report.timeline.schedule), nl=False)
     elif grid:
         from fxpipe.text_grid import grid as as_grid
 
@@ -100,20 +108,18 @@ def schedules(as_json: AsJson = False) -> None:
         return
     for family in known:
         entry = _family_dict(family)
-        typer.echo(f"{family.name}: {entry.pop('summary')}")
+        typer.secho(f"{family.name}: ", bold=True, nl=False)
+        typer.echo(entry.pop("summary"))
         entry.pop("name")
         for what, value in entry.items():
             if value:
                 typer.echo(f"    {what.replace('_', ' '):<17}{value}")
-    typer.echo(
-        "p ranks, m microbatches, v chunks per rank, r the rank; F, B (input gradient), W: times of\n"
-        "one rank's share of the model for one microbatch; memory in units of that share."
-    )
+    typer.echo(LETTERS)
 
 
 @app.command()
 def compare(
-    names: Annotated[list[str], typer.Argument(help="Families; none: all of them.")] = [],  # noqa: B006
+    names: Annotated[list[str], typer.Argument(help=f"{NAME}; none: all families.")] = [],  # noqa: B006
     ranks: Ranks = 4,
     microbatches: Microbatches = 8,
     chunks: Chunks = None,
@@ -152,7 +158,9 @@ def _report(
     pair: float | None,
     memory_limit: float | None,
 ) -> Report:
-    """Build and simulate a schedule."""
+    """Build and simulate a schedule; a file says itself for how many ranks and microbatches."""
+    if name.endswith((".txt", ".csv")):
+        return _report_file(Path(name), times, pair)
     family = None if name == "auto" else find(name.partition(":")[0])
     if chunks is None:
         chunks = family.chunks(2 * ranks, ranks) if family else 2
@@ -169,6 +177,14 @@ def _report(
         memory_limit=memory_limit,
     )
     return Report(name, simulate(built, costs), chunks, family)
+
+
+def _report_file(path: Path, times: str, pair: float | None) -> Report:
+    loaded = load(path)
+    ranks, stages = loaded.num_ranks, loaded.num_stages
+    costs = costs_of(times, ranks=ranks, stages=stages, pair=pair)
+    chunks = stages // ranks if stages % ranks == 0 else stages / ranks
+    return Report(path.name, simulate(loaded, costs), chunks)
 
 
 def costs_of(times: str, *, ranks: int, stages: int, pair: float | None = None) -> Costs:
@@ -197,10 +213,6 @@ def _draw(reports: list[Report], path: Path) -> None:
     from fxpipe.pictures import draw
 
     draw([(report.title, report.timeline) for report in reports], path)
-
-
-def _csv(schedule: Schedule) -> str:
-    raise NotImplementedError
 
 
 def _print_json(value: object) -> None:

@@ -7,12 +7,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import FxpipeError
 
-_owned = WeakTensorKeyDictionary()
+_owned = WeakTensorKeyDictionary()  # tensor -> (the compiled step, whether it uses the tensor)
 
 
-def record(tensor: torch.Tensor, owned: bool) -> None:
-    """Remember whether a plan of this rank uses a tensor; once used, it stays owned."""
-    _owned[tensor] = bool(_owned.get(tensor, False)) or owned
+def record(tensor: torch.Tensor, step: object, used: bool) -> None:
+    """Remember whether a plan of `step` uses a tensor on this rank. The newest step counts."""
+    known, before = _owned.get(tensor, (None, False))
+    _owned[tensor] = (id(step), used or (before and known == id(step)))
+
+
+def is_owned(tensor: torch.Tensor, default: bool) -> bool:
+    return bool(_owned[tensor][1]) if tensor in _owned else default
 
 
 def owned_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -23,7 +28,7 @@ def owned_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """
     named = dict(plain(model).named_parameters())
     require_a_step(named.values())
-    return {name: p for name, p in named.items() if _owned.get(p, False)}
+    return {name: p for name, p in named.items() if is_owned(p, False)}
 
 
 def free_unowned(model: torch.nn.Module) -> int:
@@ -35,7 +40,7 @@ def free_unowned(model: torch.nn.Module) -> int:
     module = plain(model)
     tensors = [*module.parameters(), *module.buffers()]
     require_a_step(tensors)
-    kept = {t.untyped_storage().data_ptr() for t in tensors if _owned.get(t, True)}
+    kept = {t.untyped_storage().data_ptr() for t in tensors if is_owned(t, True)}
     freed = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()

@@ -142,9 +142,10 @@ def _draw_boxes(axes: Axes, boxes: list[_Box], inches_per_time: float) -> None:
             linewidths=lines,
         )
     )
+    longest = max((len(label) for *_, label in boxes), default=0)
     for left, right, top, bottom, _, label in boxes if len(boxes) <= _MOST_LABELS else []:
         width, is_half = (right - left) * inches_per_time, bottom - top < 0.5
-        if width >= _LABEL_WIDTH * len(label):
+        if width >= _LABEL_WIDTH * longest:
             size = min(5.5 if is_half else 8.0, 62 * width / (len(label) + 0.4))
             axes.text(
                 (left + right) / 2,

@@ -16,7 +16,7 @@ class Report:
 
     name: str
     timeline: Timeline
-    chunks: int
+    chunks: float
     family: Family | None = None
     note: str = ""
 

@@ -24,7 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any, Union
+from itertools import chain
+from typing import Any
 
 from fxpipe import packed
 from fxpipe.errors import ScheduleError
@@ -200,28 +201,27 @@ class Schedule:
 
     @cached_property
     def num_stages(self) -> int:
-        return 1 + max(
-            (a.stage for r in range(self.num_ranks) for a in self.actions(r)), default=-1
-        )
+        return 1 + max(map(packed.stage_of, chain.from_iterable(self.packed)), default=-1)
 
     @cached_property
     def num_microbatches(self) -> int:
-        microbatches = (a.microbatch for r in range(self.num_ranks) for a in self.actions(r))
-        return 1 + max(microbatches, default=-1)
+        codes = chain.from_iterable(self.packed)
+        return 1 + max(map(packed.microbatch_of, codes), default=-1)
 
     @cached_property
     def splits_backward(self) -> bool:
         """Whether some backward runs as I and W apart."""
-        return any(a.kind is Kind.I for r in range(self.num_ranks) for a in self.actions(r))
+        codes = chain.from_iterable(self.packed)
+        return packed.KIND_I in map(packed.kind_of, codes)
 
     @cached_property
     def rank_of(self) -> Mapping[tuple[int, int], int]:
         """(stage, microbatch) -> the rank that runs its forward."""
         return {
-            (a.stage, a.microbatch): rank
-            for rank in range(self.num_ranks)
-            for a in self.actions(rank)
-            if a.kind is Kind.F
+            (packed.stage_of(code), packed.microbatch_of(code)): rank
+            for rank, codes in enumerate(self.packed)
+            for code in codes
+            if packed.kind_of(code) == packed.KIND_F
         }
 
     @cached_property

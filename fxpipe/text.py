@@ -270,7 +270,9 @@ def _task(name: str, task: Task, last_uses: Iterable[str]) -> str:
     placeholders = [n.name for n in task.graph.graph.find_nodes(op="placeholder")]
     if placeholders != list(task.inputs):
         lines += _names("  takes", task.inputs)
-    lines += _names("  gives", task.outputs)
+    returned = [getattr(value, "name", None) for value in task.graph.graph.output_node().args[0]]
+    if returned != list(task.outputs):
+        lines += _names("  gives", task.outputs)
     lines += _names("  adds in place to", (f"acc_{name}" for name in task.accumulates))
     lines += _names("  replaces in place", task.writes)
     lines += _names("  last use of", last_uses)

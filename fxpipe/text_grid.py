@@ -89,19 +89,17 @@ class _Needs:
                 yield from self._value("I", target, stage, microbatch)
 
     def _value(self, kind: str, source: int, target: int, microbatch: int) -> Iterator[_Key]:
-        message = ("B" if kind == "I" else "F", source, target, microbatch)
-        if message in self.messages:
-            direction, *ends = message
-            yield (f"SEND_{direction}", *ends)
-            yield (f"RECV_{direction}", *ends)
+        sent = ("B" if kind == "I" else "F", source, target, microbatch)
+        if sent in self.messages:
+            yield ("SEND_" + sent[0], *sent[1:])
+            yield ("RECV_" + sent[0], *sent[1:])
         else:
             yield (kind, source, microbatch, 0)
 
     @staticmethod
     def given_by(action: Action) -> Iterator[_Key]:
         if action.peer is not None:
-            direction, *ends = message(action)
-            yield (action.kind.value[:5] + direction, *ends)
+            yield (action.kind.value, *message(action)[1:])
         elif action.kind is Kind.F:
             yield ("F", action.stage, action.microbatch, 0)
         elif action.kind is not Kind.W:

@@ -62,6 +62,18 @@ class _Actions:
         return int(self.offsets[-1])
 
     @cached_property
+    def num_microbatches(self) -> int:
+        return int(self.microbatch.max()) + 1
+
+    @cached_property
+    def has_pairs(self) -> bool:
+        return not self.first.all()
+
+    @cached_property
+    def rank_of_unit(self) -> Array:
+        return self.rank[self.first] if self.has_pairs else self.rank
+
+    @cached_property
     def gives_input_grad(self) -> Array:
         return (self.kind == KIND_I) | (self.kind == KIND_B)
 
@@ -87,49 +99,72 @@ def _actions(schedule: Schedule) -> _Actions:
     )
 
 
-@dataclass(frozen=True)
 class _Awaited:
-    """Columns over the units: the unit awaited (num_units where there is none), and the delay."""
+    """Columns over the units: a unit awaited (num_units where there is none), and the delay.
 
-    units: list[Array]
-    delays: list[Array]
+    A column holds one source of each unit's first action, or of its second; so F and backward
+    share columns, except in pairs.
+    """
+
+    def __init__(self, actions: _Actions) -> None:
+        self.num_units = actions.num_units
+        self.columns: dict[tuple[bool, int], tuple[Array, Array | None]] = {}
+
+    def add(self, key: tuple[bool, int], unit: Array, awaited: Array, delay: Array | None) -> None:
+        """Enter what some units await into the column of that key."""
+        if key not in self.columns:
+            self.columns[key] = np.full(self.num_units, self.num_units, np.int32), None
+        column, delays = self.columns[key]
+        column[unit] = awaited
+        if delay is not None:
+            if delays is None:
+                delays = np.zeros(self.num_units)
+                self.columns[key] = column, delays
+            delays[unit] = delay
 
 
 def _await(actions: _Actions, events: Events) -> _Awaited | None:
     """What each unit awaits of other stages; None where the schedule is one to be refused."""
-    forwards, backwards = actions.kind == KIND_F, actions.gives_input_grad
-    forward_done = _table(actions, forwards)
-    backward_done = _table(actions, backwards)
-    weight_grads = actions.kind == KIND_W
+    forwards = np.flatnonzero(actions.kind == KIND_F)
+    backwards = np.flatnonzero(actions.gives_input_grad)
+    weight_grads = np.flatnonzero(actions.kind == KIND_W)
+    forward_done, backward_done = _table(actions, forwards), _table(actions, backwards)
     if not _own_come_first(actions, backwards, forward_done):
         return None
     if not _own_come_first(actions, weight_grads, backward_done):
         return None
-    awaited = _Awaited([], [])
+    awaited = _Awaited(actions)
     for chosen, done, sources in (
         (forwards, forward_done, events.forward_sources),
         (backwards, backward_done, events.backward_sources),
     ):
-        for column in range(max(map(len, sources))):
-            nth = [of_stage[column : column + 1] for of_stage in sources]
-            if not _await_nth(actions, chosen, done, nth, awaited):
+        for number in range(max(map(len, sources))):
+            nth = [of_stage[number : number + 1] for of_stage in sources]
+            if not _await_nth(actions, chosen, done, nth, awaited, number):
                 return None
     return awaited
 
 
+def _place(actions: _Actions, stage: Array, chosen: Array) -> Array:
+    """Where a table over (stage, microbatch), laid flat, has the microbatches of some actions."""
+    return stage * np.int64(actions.num_microbatches) + actions.microbatch[chosen]
+
+
 def _table(actions: _Actions, chosen: Array) -> Array:
-    """(stage, microbatch) -> the unit of the chosen action there, -1 where there is none."""
-    shape = int(actions.stage.max()) + 1, int(actions.microbatch.max()) + 1
-    table: Array = np.full(shape, -1, np.int32)
-    table[actions.stage[chosen], actions.microbatch[chosen]] = actions.unit[chosen]
+    """(stage, microbatch), laid flat -> the unit of the chosen action, -1 where there is none."""
+    size = (int(actions.stage.max()) + 1) * actions.num_microbatches
+    table: Array = np.full(size, -1, np.int32)
+    table[_place(actions, actions.stage[chosen], chosen)] = actions.unit[chosen]
     return table
 
 
 def _own_come_first(actions: _Actions, chosen: Array, done: Array) -> bool:
     """Whether what the chosen actions read of their own stage is run before, on their rank."""
-    own = done[actions.stage[chosen], actions.microbatch[chosen]]
-    first_of_rank = actions.offsets[actions.rank[chosen]]
-    return bool(((own >= first_of_rank) & (own < actions.unit[chosen])).all())
+    own = done[_place(actions, actions.stage[chosen], chosen)]
+    if not len(own) or own.min() < 0:
+        return not len(own)
+    is_before = own < actions.unit[chosen]
+    return bool(is_before.all() and (actions.rank_of_unit[own] == actions.rank[chosen]).all())
 
 
 def _await_nth(
@@ -138,40 +173,30 @@ def _await_nth(
     done: Array,
     sources: list[list[tuple[int, float]]],
     awaited: _Awaited,
+    number: int,
 ) -> bool:
-    """Add the columns for one source of each stage, if any; False where a result never comes."""
+    """Enter the chosen actions' nth source, if they have it; False where it is never run."""
     source = np.array([pair[0][0] if pair else -1 for pair in sources], np.int32)
     delay = np.array([pair[0][1] if pair else 0.0 for pair in sources])
-    chosen = chosen & (source[actions.stage] >= 0)
+    chosen = chosen[source[actions.stage[chosen]] >= 0]
+    if not len(chosen):
+        return True
     stage = actions.stage[chosen]
-    results = done[source[stage], actions.microbatch[chosen]]
-    if (results < 0).any():
+    results = done[_place(actions, source[stage], chosen)]
+    if results.min() < 0:
         return False
-    rank_of_unit = actions.rank[actions.first]
-    delays = delay[stage] * (rank_of_unit[results] != actions.rank[chosen])
-    for part in (actions.first, ~actions.first):
-        of_part = part[chosen]
-        if not of_part.any():
-            continue
-        unit = actions.unit[chosen][of_part]
-        column: Array = np.full(actions.num_units, actions.num_units, np.int32)
-        column[unit] = results[of_part]
-        column_delay = np.zeros(actions.num_units)
-        column_delay[unit] = delays[of_part]
-        _merge(awaited, column, column_delay)
+    delays = None
+    if delay.any():
+        delays = delay[stage] * (actions.rank_of_unit[results] != actions.rank[chosen])
+    if not actions.has_pairs:
+        awaited.add((True, number), actions.unit[chosen], results, delays)
+        return True
+    is_first = actions.first[chosen]
+    for first in (True, False):
+        part = is_first == first
+        part_delays = delays if delays is None else delays[part]
+        awaited.add((first, number), actions.unit[chosen][part], results[part], part_delays)
     return True
-
-
-def _merge(awaited: _Awaited, column: Array, delays: Array) -> None:
-    """Add a column, into one whose units it leaves free if there is any."""
-    none = len(column)
-    for index, taken in enumerate(awaited.units):
-        if ((taken == none) | (column == none)).all():
-            awaited.units[index] = np.where(column == none, taken, column)
-            awaited.delays[index] = awaited.delays[index] + delays
-            return
-    awaited.units.append(column)
-    awaited.delays.append(delays)
 
 
 def _run(actions: _Actions, awaited: _Awaited, costs: StageCosts) -> tuple[Array, Array] | None:
@@ -184,12 +209,14 @@ def _run(actions: _Actions, awaited: _Awaited, costs: StageCosts) -> tuple[Array
     following = actions.offsets[:-1].copy()
     stop = actions.offsets[1:]
     clock = np.zeros(len(stop))
+    columns = list(awaited.columns.values())
     active = np.flatnonzero(following < stop)
     while len(active):
         unit = following[active]
         start = clock[active]
-        for column, delays in zip(awaited.units, awaited.delays, strict=True):
-            np.maximum(start, ends[column[unit]] + delays[unit], out=start)
+        for column, delays in columns:
+            arrival = ends[column[unit]]
+            np.maximum(start, arrival if delays is None else arrival + delays[unit], out=start)
         ready = np.flatnonzero(start < np.inf)
         if not len(ready):
             return None

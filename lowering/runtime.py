@@ -169,7 +169,7 @@ class Step:
         used = {slot.name for executor in plan.executors for slot in executor.program.slots}
         for entry, value in zip(self.capture.inputs, inputs):
             if entry.role in (Role.PARAMETER, Role.BUFFER):
-                ownership.record(value, entry.name in used)
+                ownership.record(value, self, entry.name in used)
 
 
 class Run:

@@ -10,6 +10,7 @@ import torch
 import torch.fx as fx
 
 aten = torch.ops.aten
+OpOverload = type(aten.mm.default)
 
 
 def copy_graph(
@@ -40,7 +41,7 @@ def is_view(node: fx.Node) -> bool:
     # _unsafe_view is a view by another name: autograd's bookkeeping alone tells them apart.
     if target in (aten._unsafe_view.default, aten._reshape_alias.default):
         return True
-    return isinstance(target, torch._ops.OpOverload) and target.is_view
+    return isinstance(target, OpOverload) and bool(target.is_view)
 
 
 def getitem_of(node: fx.Node) -> bool:

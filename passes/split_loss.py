@@ -271,7 +271,7 @@ class _Splitter:
             count = sympy.prod([expression(size) for size in value.shape])
             if self.symbol in sympy.simplify(count / self.symbol).free_symbols:
                 raise self.refuse(node)
-        return self.scaled(node)
+        return self.scaled(self.counted(node))
 
     def split_loss_function(self, node: fx.Node, name: str) -> fx.Node:
         try:

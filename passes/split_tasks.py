@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 import torch.fx as fx
 
 from fxpipe.passes._graph import aten, is_view, results_of
@@ -221,7 +222,7 @@ class _Splitter:
         for name, _ in draft.gradients:
             if name not in made:
                 made[name] = graph.placeholder(f"acc_{name}")
-                made[name].meta = {"val": inputs[name].meta["val"]}
+                made[name].meta = {"val": torch.empty_like(inputs[name].meta["val"])}
         return made
 
 

@@ -9,9 +9,19 @@ from fxpipe.schedules import (  # noqa: F401 - importing enters the families
     looped,
     wave,
 )
-from fxpipe.schedules.builder import build, families
+from fxpipe.schedules.builder import build, families, resolve
 from fxpipe.schedules.custom import load, register, save
 from fxpipe.schedules.family import Family
 from fxpipe.schedules.torch_csv import from_csv, to_csv
 
-__all__ = ["Family", "build", "families", "from_csv", "load", "register", "save", "to_csv"]
+__all__ = [
+    "Family",
+    "build",
+    "families",
+    "from_csv",
+    "load",
+    "register",
+    "resolve",
+    "save",
+    "to_csv",
+]

@@ -14,7 +14,7 @@ from fxpipe.schedules.family import BIDIRECTIONAL_V, even_ranks, family, multipl
     placement=BIDIRECTIONAL_V,
     splits_backward=False,
     flush="(p - 2)/2*((B + W) + (m/p - 1)*(B + W - F))",
-    peak="p - Min(r, p - 1 - r)/2",
+    peak="p - (p/2 - 1 - Min(r, p - 1 - r))/2",
     messages="4*(p - 1)*m",
     weights="2",
     holds="m mod p = 0, F <= B + W <= 2*F",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from fxpipe import packed
+from fxpipe.checker import check_schedule
 from fxpipe.costs import Costs
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Schedule
-from fxpipe.schedules.custom import REGISTERED, call_registered
+from fxpipe.schedules.custom import REGISTERED, call_registered, load
 from fxpipe.schedules.family import FAMILIES, Family
 from fxpipe.schedules.fit import fit_line, group_stages
 from fxpipe.schedules.times import Times
@@ -72,6 +75,48 @@ def build(
     if memory_limit is not None:
         options["memory_limit"] = memory_limit
     return _fit(family, stages, microbatches, ranks, options)
+
+
+def resolve(
+    what: Schedule | str | Sequence[str] | os.PathLike[str],
+    *,
+    stages: int,
+    microbatches: int,
+    ranks: int | None = None,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    forward_edges: Edges | None = None,
+    **options: Any,
+) -> Schedule:
+    """Whatever a user may give as a schedule, checked for so many stages and microbatches.
+
+    A Schedule; its text, whole or by line; a path, or a text that ends in .txt or .csv; or the
+    name of a family or of a registered function.
+    """
+    if isinstance(what, str) and not what.endswith((".txt", ".csv")) and not is_text(what):
+        return build(
+            what,
+            stages=stages,
+            microbatches=microbatches,
+            ranks=ranks,
+            costs=costs,
+            memory_limit=memory_limit,
+            forward_edges=forward_edges,
+            **options,
+        )
+    if isinstance(what, Schedule):
+        schedule = what
+    elif isinstance(what, os.PathLike) or (isinstance(what, str) and not is_text(what)):
+        schedule = load(what, check=False)
+    else:
+        schedule = Schedule.parse(what)
+    check_schedule(schedule, stages, microbatches, forward_edges)
+    return schedule
+
+
+def is_text(what: str) -> bool:
+    """Whether this is a schedule's text and no name: more than one line, or it begins with 0F."""
+    return "\n" in what or bool(re.match(r"\s*(rank\s+\d+\s*:|\[?\d+[FIWBSR])", what))
 
 
 def _fit(

@@ -90,8 +90,8 @@ def _with_weights(line: Slots) -> Slots:
     """In every free slot the oldest W that is owed; the rest at the end."""
     taken = {slot: code for code, slot in line.items()}
     filled, owed = dict(line), deque[int]()
-    slot = 0
-    while slot <= max(taken, default=-1) or owed:
+    slot, end = 0, max(taken) + 1
+    while slot < end or owed:
         code = taken.get(slot)
         if code is None and owed:
             filled[owed.popleft()] = slot

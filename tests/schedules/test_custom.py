@@ -1,0 +1,99 @@
+"""Schedules that a user writes: registered functions and files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxpipe.errors import ScheduleError
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import build, custom, families, load, register, resolve, save
+
+
+@pytest.fixture(autouse=True)
+def no_registered_schedules() -> Iterator[None]:
+    yield
+    custom.REGISTERED.clear()
+
+
+def one_by_one(stages: int, microbatches: int, ranks: int, reverse: int = 0) -> list[str]:
+    order = [*range(microbatches)][:: -1 if reverse else 1]
+    return [" ".join(f"{s}F{i} {s}B{i}" for i in order) for s in range(stages)]
+
+
+def test_a_registered_function_is_built_by_name() -> None:
+    register("one-by-one")(one_by_one)
+    schedule = build("one-by-one", stages=2, microbatches=2)
+    assert str(schedule) == "0F0 0B0 0F1 0B1\n1F0 1B0 1F1 1B1"
+    assert schedule.name == "one-by-one"
+    by_option = build("one-by-one:reverse=1", stages=1, microbatches=2)
+    assert str(by_option) == "0F1 0B1 0F0 0B0"
+    assert resolve("one-by-one", stages=2, microbatches=2) == schedule
+    with pytest.raises(ScheduleError, match="did you mean 'one-by-one'"):
+        build("one-by-on", stages=2, microbatches=2)
+
+
+def test_a_registered_function_may_return_text_or_a_schedule() -> None:
+    register("text")(lambda stages, microbatches, ranks: "0F0 0B0\n1F0 1B0")
+    register("object")(lambda stages, microbatches, ranks: Schedule.parse("0F0 0B0\n1F0 1B0"))
+    register("family")(
+        lambda stages, microbatches, ranks: build(
+            "1f1b", stages=stages, microbatches=microbatches, ranks=ranks
+        )
+    )
+    text, parsed, built = (
+        build(name, stages=2, microbatches=1) for name in ("text", "object", "family")
+    )
+    assert text == parsed == built
+
+
+def test_what_a_registered_function_returns_is_checked() -> None:
+    register("short")(lambda stages, microbatches, ranks: "0F0 0B0\n1F0 1B0")
+    with pytest.raises(ScheduleError, match="stage 0 has nothing for microbatch 1") as error:
+        build("short", stages=2, microbatches=2)
+    assert "schedule 'short'" in str(error.value)
+
+
+def test_branches_are_checked_along_their_own_edges() -> None:
+    register("branches")(lambda stages, microbatches, ranks: "0F0 2F0 1F0 3F0 3B0 1B0 2B0 0B0")
+    sizes: dict[str, Any] = {"stages": 4, "microbatches": 1}
+    edges = {(0, 1), (0, 2), (1, 3), (2, 3)}
+    assert build("branches", ranks=1, forward_edges=edges, **sizes).num_ranks == 1
+    with pytest.raises(ScheduleError, match="deadlock"):
+        build("branches", **sizes)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "", "a b", "a:b", "a=b"])
+def test_a_name_that_cannot_be_used_is_refused(name: str) -> None:
+    with pytest.raises(ScheduleError, match="cannot be registered; choose a name"):
+        register(name)
+
+
+@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("suffix", [".txt", ".csv"])
+def test_a_family_to_a_file_and_back(name: str, suffix: str, tmp_path: Path) -> None:
+    schedule = build(name, stages=8, microbatches=8, ranks=4)
+    path = tmp_path / f"mine{suffix}"
+    save(schedule, path)
+    assert load(path) == schedule
+    assert load(path).name == "mine"
+    assert resolve(path, stages=8, microbatches=8) == schedule
+    assert resolve(str(path), stages=8, microbatches=8) == schedule
+
+
+def test_a_file_is_checked_unless_told_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.txt"
+    path.write_text("0F0\n")
+    with pytest.raises(ScheduleError, match="schedule 'wrong': stage 0 has 0F0 for microbatch 0"):
+        load(path)
+    assert str(load(path, check=False)) == "0F0"
+
+
+def test_reading_a_file_runs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "evil.txt"
+    path.write_text("0F0 __import__('pathlib').Path('ran').touch()")
+    with pytest.raises(ScheduleError, match="is no action"):
+        load(path)

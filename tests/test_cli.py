@@ -1,0 +1,212 @@
+"""The command line: published numbers come out, pictures are drawn, errors are one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+
+from fxpipe.cli import run
+from fxpipe.schedules import families
+
+# F = B = W = 1, no transfer: flush ratio and peak for 4 ranks, 8 microbatches and for 8 ranks, 32
+# microbatches; weights. Own ratio where it differs is 0.
+GOLDEN = [
+    ("gpipe", 1, 0.2727, (8, 8), 0.1795, (32, 32), 1),
+    ("1f1b", 1, 0.2727, (1, 4), 0.1795, (1, 8), 1),
+    ("interleaved-1f1b", 2, 0.1579, (2.5, 5.5), 0.0986, (4.5, 11.5), 1),
+    ("interleaved-1f1b", 4, 0.0857, (3.25, 4.75), 0.0519, (6.25, 9.75), 1),
+    ("looped-bfs", 2, 0.1579, (8, 8), 0.0986, (32, 32), 1),
+    ("zb-h1", 1, 0.1111, (4, 4), 0.0680, (8, 8), 1),
+    ("interleaved-zb", 2, 0.0588, (4, 4), 0.0352, (8, 8), 1),
+    ("interleaved-zb", 4, 0.0303, (4, 4), 0.0179, (8, 8), 1),
+    ("zb-h2", 1, 0.1111, (7, 7), 0.0680, (15, 15), 1),
+    ("zb-v", 2, 0.0588, (4, 4), 0.0352, (8, 8), 1),
+    ("v-half", 2, 0.0943, (3, 3), 0.0813, (5, 5), 1),
+    ("v-min", 2, 0.1864, (2, 2), 0.1233, (3, 4), 1),
+    ("chimera", 1, 0.2000, (3, 4), 0.2381, (5, 8), 2),
+    ("bitpipe", 2, 0.1111, (3.5, 4), 0.1351, (6.5, 8), 2),
+    ("dualpipe", 1, 0.0769, (5, 5), 0.0588, (9, 9), 2),
+    ("dualpipev", 2, 0.1111, (4.5, 4.5), 0.0680, (8.5, 8.5), 1),
+    ("chimera-zb", 1, 0.0400, (4, 4), 0.0303, (8, 8), 2),
+]
+WITHOUT_OWN_BUBBLE = {"zb-h2", "zb-v"}
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert run(list(arguments)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+@pytest.mark.parametrize("row", GOLDEN, ids=lambda row: f"{row[0]}-v{row[1]}")
+def test_golden_values_come_out(row: tuple[Any, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    name, chunks, *values, weights = row
+    sizes = ((4, 8, *values[:2]), (8, 32, *values[2:]))
+    for ranks, microbatches, bubble, peak in sizes:
+        shown = as_json(
+            capsys, "schedule", name, "--ranks", str(ranks), "--microbatches", str(microbatches),
+            "--chunks", str(chunks), "--times", "1,1,1,0",
+        )  # fmt: skip
+        assert round(shown["bubble_flush"], 4) == bubble
+        own = 0 if name in WITHOUT_OWN_BUBBLE else bubble
+        assert round(shown["bubble_own"], 4) == own
+        assert (min(shown["peak_activations"]), max(shown["peak_activations"])) == peak
+        assert shown["weights"] == [weights] * ranks
+
+
+def test_published_times_give_the_published_bubble(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = as_json(
+        capsys, "schedule", "zb-h1", "--ranks", "16", "--microbatches", "48",
+        "--times", "11.347,11.248,8.132,.377",
+    )  # fmt: skip
+    assert round(shown["bubble_own"], 4) == 0.1397
+
+
+def test_json_holds_the_schedule_and_its_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = as_json(capsys, "schedule", "1f1b", "-p", "2", "-m", "2", "--times", "1,2,3,.5")
+    assert shown["name"] == "1f1b"
+    assert (shown["ranks"], shown["microbatches"], shown["chunks"], shown["stages"]) == (2, 2, 1, 2)
+    assert shown["makespan"] == 1 + 0.5 + 2 * (1 + 5) + 0.5 + 5
+    assert shown["actions"] == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    assert shown["messages"] == [2, 2]
+    assert shown["links"][0] == {"from": 0, "to": 1, "messages": 2}
+
+
+def test_a_chunk_takes_its_part_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    for chunks in ("1", "2", "4"):
+        shown = as_json(capsys, "schedule", "interleaved-1f1b", "--chunks", chunks)
+        assert shown["work"] == pytest.approx(8 * 3)
+        assert shown["chunks"] == int(chunks)
+
+
+def test_pair_time_makes_a_paired_schedule_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    plain = as_json(capsys, "schedule", "dualpipev")
+    paired = as_json(capsys, "schedule", "dualpipev", "--pair", "2")
+    assert paired["makespan"] < plain["makespan"]
+
+
+def test_summary_shows_bubble_memory_and_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schedule", "zb-h1", "--times", "1,1,1,.1"]) == 0
+    shown = capsys.readouterr().out
+    assert "flush bubble   14.89 %   time 4.2 of 28.2   (p - 1)*(F + B - W)" in shown
+    assert "messages       48" in shown
+    assert shown.count("85.11 %") == 4
+
+
+def test_auto_says_what_it_considered(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schedule", "auto", "-p", "3", "-m", "6", "--memory-limit", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "refused: needs memory 6, more than memory_limit=3" in shown
+    assert "slower by" in shown
+
+
+def test_grid_has_a_row_per_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["schedule", "1f1b", "-p", "2", "-m", "1", "--grid"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert rows[1:] == [
+        ["0", "0F0", "."],
+        ["1", ".", "1F0"],
+        ["2", ".", "1B0"],
+        ["3", "0B0", "."],
+    ]
+
+
+def test_csv_can_be_read_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["schedule", "zb-v", "-p", "2", "-m", "4", "--csv"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("0F0,0F1,0F2,3F0,3I0,3W0,")
+    file = tmp_path / "mine.csv"
+    file.write_text(text)
+    again = as_json(capsys, "schedule", str(file))
+    assert again["actions"] == as_json(capsys, "schedule", "zb-v", "-p", "2", "-m", "4")["actions"]
+
+
+def test_families_are_listed_with_formula_memory_and_constraint(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    listed = {entry["name"]: entry for entry in as_json(capsys, "schedules")}
+    assert set(listed) == set(families())
+    assert listed["1f1b"]["flush_bubble"] == "(p - 1)*(F + B + W)"
+    assert listed["1f1b"]["peak_activations"] == "Min(m, p - r)"
+    assert "p even" in listed["chimera"]["constraint"]
+    assert run(["schedules"]) == 0
+    assert "(p - 1)*(F + B + W)" in capsys.readouterr().out
+
+
+def test_comparison_has_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = as_json(capsys, "compare", "1f1b", "zb-h1", "interleaved-zb", "-p", "8", "-m", "32")
+    assert [entry["name"] for entry in shown] == ["interleaved-zb", "zb-h1", "1f1b"]
+    assert run(["compare", "-p", "3", "-m", "6"]) == 0
+    table = capsys.readouterr().out
+    assert "left out: schedule 'chimera': ranks=3 is odd" in table
+    assert any(line.split()[:3] == ["1f1b", "3", "24"] for line in table.splitlines())
+
+
+def test_picture_is_drawn_and_the_same_each_time(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / name for name in ("one.svg", "two.svg")]
+    for file in files:
+        assert run(["compare", "1f1b", "dualpipev", "--picture", str(file)]) == 0
+    one, two = (file.read_bytes() for file in files)
+    assert one == two
+    for needed in (b"<svg", b"weight gradient", b"#56b4e9", b"1f1b: 4 ranks"):
+        assert needed in one
+    png = tmp_path / "one.png"
+    assert run(["schedule", "zb-h1", "--picture", str(png)]) == 0
+    assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["schedule", "zb-h9"], "there is no schedule 'zb-h9'; did you mean"),
+        (["schedule", "chimera", "-p", "3"], "ranks=3 is odd"),
+        (["schedule", "1f1b", "--times", "1,2"], "times='1,2' is not F,B,W,c"),
+        (["schedule", "1f1b", "--times", "1,2,x"], "times='1,2,x' is not F,B,W,c"),
+        (["schedule", "1f1b", "--ranks", "many"], "--ranks"),
+        (["schedule", "1f1b", "--ranks", "0"], "--ranks"),
+        (["schedule", "1f1b", "--json", "--csv"], "exclude each other"),
+        (["schedule"], "name"),
+        (["schedul", "1f1b"], "schedul"),
+        (["compare", "1f1b", "zb-h9"], "there is no schedule 'zb-h9'"),
+        (["schedule", "none/such.csv"], "none/such.csv: No such file"),
+        (["schedule", "1f1b", "--picture", "a.gif"], "suffix '.gif'; expected one of .svg"),
+        (["schedule", "auto", "--memory-limit", ".1"], "keeps memory_limit=0.1; the least is"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(capsys, *arguments)
+    assert error.startswith("fxpipe: error: ")
+    assert message in error
+
+
+def test_a_file_that_deadlocks_is_one_line_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "bad.txt"
+    file.write_text("0F0 0B0\n1B0 1F0\n")
+    assert "deadlock" in error_of(capsys, "schedule", str(file))
+
+
+def test_the_command_is_installed() -> None:
+    command = Path(sys.executable).with_name("fxpipe")
+    shown = subprocess.run([command, "schedule", "1f1b", "--ranks", "x"], capture_output=True)
+    assert shown.returncode == 2
+    assert shown.stderr.count(b"\n") == 1
+    assert b"Traceback" not in shown.stderr
