@@ -30,7 +30,10 @@ class Capture:
     training: bool
 
     def program(
-        self, options: Options, sizes: Mapping[sympy.Symbol, int], num_microbatches: int,
+        self,
+        options: Options,
+        sizes: Mapping[sympy.Symbol, int],
+        num_microbatches: int,
         num_ranks: int | None,
     ) -> Program:
         """The program for microbatches whose symbols have these sizes."""
@@ -211,7 +214,9 @@ def find_outputs(
 ) -> tuple[Output, ...]:
     nodes = list(model.graph.output_node().args[0])
     outputs = [describe_output(node, batch_symbol) for node in nodes]
-    losses = [i for i, (node, o) in enumerate(zip(nodes, outputs)) if training and could_be_loss(node)]
+    losses = [
+        i for i, (node, o) in enumerate(zip(nodes, outputs)) if training and could_be_loss(node)
+    ]
     chosen = choose_loss(losses, nodes, options)
     return tuple(replace(o, is_loss=i == chosen) for i, o in enumerate(outputs))
 
@@ -221,9 +226,13 @@ def could_be_loss(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad
 
 
-def choose_loss(candidates: Sequence[int], nodes: Sequence[fx.Node], options: Options) -> int | None:
+def choose_loss(
+    candidates: Sequence[int], nodes: Sequence[fx.Node], options: Options
+) -> int | None:
     """The output that is the loss: the one candidate, or the one that the user named."""
-    listed = "; ".join(f"{k}: {nodes[i].name} at {where(nodes[i])}" for k, i in enumerate(candidates))
+    listed = "; ".join(
+        f"{k}: {nodes[i].name} at {where(nodes[i])}" for k, i in enumerate(candidates)
+    )
     if isinstance(options.loss, str):
         named = [i for i in candidates if nodes[i].name == options.loss]
         if len(named) != 1:
@@ -231,7 +240,9 @@ def choose_loss(candidates: Sequence[int], nodes: Sequence[fx.Node], options: Op
         return named[0]
     if options.loss is not None:
         if options.loss >= len(candidates):
-            raise OptionError(f"loss={options.loss} is out of range: the scalar outputs are {listed}")
+            raise OptionError(
+                f"loss={options.loss} is out of range: the scalar outputs are {listed}"
+            )
         return candidates[options.loss]
     if len(candidates) > 1:
         raise OptionError(

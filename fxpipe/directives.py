@@ -197,6 +197,9 @@ class Directives:
                 split = (Kind.F, Kind.I, Kind.W) if place in self._splits else (Kind.F, Kind.B)
                 for kind in split:
                     tasks[Action(stage, kind, microbatch)] = self._rank_of[place]
+        for rank in range(max(tasks.values())):
+            if rank not in tasks.values():
+                raise ScheduleError(f"rank {rank} has no stage; number the ranks without a gap")
         return tasks
 
 

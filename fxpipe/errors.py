@@ -1,12 +1,12 @@
 """Every error that fxpipe raises on purpose.
 
-    FxpipeError
-    |-- OptionError      an option has an unknown name, a wrong type or a value that fits nothing
-    |-- CaptureError     the model cannot become one graph of one microbatch
-    |-- ModelError       the graph was captured, but cannot be pipelined with the same numbers
-    |-- ScheduleError    a schedule is malformed, incomplete or would deadlock
-    |-- PassError        a pass failed, or broke a promise that is checked after it
-    `-- RankError        a rank raised, died, stalled, or disagrees with the others
+FxpipeError
+|-- OptionError      an option has an unknown name, a wrong type or a value that fits nothing
+|-- CaptureError     the model cannot become one graph of one microbatch
+|-- ModelError       the graph was captured, but cannot be pipelined with the same numbers
+|-- ScheduleError    a schedule is malformed, incomplete or would deadlock
+|-- PassError        a pass failed, or broke a promise that is checked after it
+`-- RankError        a rank raised, died, stalled, or disagrees with the others
 """
 
 

@@ -7,13 +7,12 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
+from fxpipe.dump import Dump
 from fxpipe.errors import FxpipeError, OptionError, PassError
 from fxpipe.log import logger
 from fxpipe.options import Options
 from fxpipe.program import Program
-from fxpipe.torch_private import structured_trace
 from fxpipe.verify import verify
 
 log = logger(__name__)
@@ -42,7 +41,9 @@ class Pipeline:
         for name, on in self.options.passes.items():
             if name not in names:
                 near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-                raise OptionError(f"passes names {name!r}, which is no pass; did you mean {near!r}?")
+                raise OptionError(
+                    f"passes names {name!r}, which is no pass; did you mean {near!r}?"
+                )
             if not on and name not in self.optional:
                 raise OptionError(
                     f"the pass {name!r} cannot be switched off: no program runs without it; these "
@@ -55,7 +56,8 @@ class Pipeline:
 
     def __str__(self) -> str:
         shown = (
-            f"{i:>2} {p!r}{'' if self.is_on(p) else '   (off)'}" for i, p in enumerate(self.passes, 1)
+            f"{i:>2} {p!r}{'' if self.is_on(p) else '   (off)'}"
+            for i, p in enumerate(self.passes, 1)
         )
         return "\n".join(shown)
 
@@ -64,7 +66,8 @@ class Pipeline:
 
     def __call__(self, program: Program) -> Program:
         dump = Dump(self.options, program)
-        dump.write(0, "input", program, 0.0)
+        dump.clear()
+        dump.program(0, "input", program, 0.0)
         for number, pass_ in enumerate(self.passes, 1):
             if not self.is_on(pass_):
                 continue
@@ -72,9 +75,13 @@ class Pipeline:
             program = self.run(number, pass_, program)
             seconds = time.perf_counter() - start
             log.debug("pass %d/%d %r took %.0f ms", number, len(self.passes), pass_, seconds * 1e3)
-            dump.write(number, name_of(pass_), program, seconds)
+            dump.program(number, name_of(pass_), program, seconds)
             if name_of(pass_) == self.options.stop_after:
-                where = f"the program is in {dump.folder}" if dump.folder else "set FXPIPE_DUMP to see it"
+                where = (
+                    f"the program is in {dump.folder}"
+                    if dump.folder
+                    else "set FXPIPE_DUMP to see it"
+                )
                 raise PassError(f"stopped after {name_of(pass_)}, as stop_after asks; {where}")
         return program
 
@@ -90,42 +97,8 @@ class Pipeline:
             ) from error
         if self.options.check:
             if str(program) != before:
-                raise PassError(f"{pass_!r} changed the program that it was given; return a new one")
+                raise PassError(
+                    f"{pass_!r} changed the program that it was given; return a new one"
+                )
             verify(changed, name_of(pass_))
         return changed
-
-
-class Dump:
-    """Numbered text files, the program before the first pass and after each."""
-
-    def __init__(self, options: Options, program: Program) -> None:
-        rows = program.microbatch_size
-        self.variant = f"microbatch-of-{rows}" if rows is not None else "whole-batch"
-        self.variant += "" if program.training else "-forward"
-        self.folder = Path(options.dump) / self.variant if options.dump else None
-        if self.folder:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for old in self.folder.glob("*.txt"):
-                old.unlink()
-
-    def write(self, number: int, name: str, program: Program, seconds: float) -> None:
-        text = LazyText(program)
-        structured_trace(f"fxpipe_{self.variant}_{number:02}_{name}", text)
-        if self.folder:
-            head = f"# {number:02} {name} ({seconds * 1e3:.1f} ms)\n\n"
-            (self.folder / f"{number:02}-{name}.txt").write_text(head + text() + "\n")
-
-
-@dataclass
-class LazyText:
-    """The program's text, made at most once and only if somebody reads it."""
-
-    program: Program
-    text: str | None = None
-
-    def __call__(self) -> str:
-        if self.text is None:
-            self.text = str(self.program)
-        return self.text
-
-

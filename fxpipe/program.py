@@ -106,6 +106,15 @@ class Task:
     writes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class PairTask:
+    """A forward's and a backward's graph as one; values are named by side (0: forward) and name."""
+
+    graph: fx.GraphModule
+    inputs: tuple[tuple[int, str], ...]
+    outputs: tuple[tuple[int, str], ...]
+
+
 class Edge(NamedTuple):
     """Stage to stage. Forward messages run to higher stages, backward messages to lower ones."""
 
@@ -146,6 +155,7 @@ class Program:
     num_stages: int = 0
     schedule: Schedule | None = None
     tasks: Mapping[Key, Task] = field(default_factory=dict)
+    pairs: Mapping[tuple[Key, Key], PairTask] = field(default_factory=dict)
     edges: Mapping[Edge, tuple[str, ...]] = field(default_factory=dict)
     # number of an output, or name of an argument -> (stage, value) that is it, or its gradient
     returns: Mapping[int, tuple[int, str]] = field(default_factory=dict)

@@ -188,7 +188,7 @@ class Schedule:
         return tuple(map(_pack, self.ranks))
 
     def __str__(self) -> str:
-        return "\n".join(" ".join(map(str, steps)) for steps in self.ranks)
+        return "\n".join(" ".join(map(str, steps)) or "." for steps in self.ranks)
 
     def actions(self, rank: int) -> Iterator[Action]:
         """The actions of a rank in order, pairs opened: forward, then backward."""

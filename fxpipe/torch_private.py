@@ -26,7 +26,6 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-
 _tracing_again = False
 
 
@@ -145,7 +144,9 @@ def fake_mode_of(values: Sequence[Any]) -> Iterator[Any]:
 
 def structured_trace(name: str, text: Callable[[], str]) -> None:
     """Hand a text to torch's structured trace, so that tlparse shows it among its artifacts."""
-    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text)
+    trace_structured(
+        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=text
+    )
 
 
 def inductor_compile(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

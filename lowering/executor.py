@@ -93,7 +93,9 @@ class Executor:
         match node.target:
             case instructions.send:
                 _, message, tensors = node.args
-                return Instruction(self.send(message, self.reader(tensors), node), f"send {message}")
+                return Instruction(
+                    self.send(message, self.reader(tensors), node), f"send {message}"
+                )
             case instructions.post:
                 return Instruction(post(node.args[1]), f"post {node.args[1]}")
             case instructions.wait:

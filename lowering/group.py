@@ -32,7 +32,9 @@ def agree(text: str, number: int, device: torch.device, failure: Exception | Non
     `number` is `digest(text)`, or 0 together with the `failure` of this rank. Where ranks differ or
     one failed, every rank raises: RankError with the first difference, or its own failure.
     """
-    numbers = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    numbers = [
+        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())
+    ]
     dist.all_gather(numbers, torch.tensor([number], device=device))
     values = [int(n) for n in numbers]
     if all(value == number for value in values) and number:
@@ -60,5 +62,3 @@ def first_difference(texts: list[str]) -> str:
         if texts[0] != other:
             return f"the ranks are about to run different steps: rank {rank}'s plan is longer or shorter"
     return "the ranks disagreed a moment ago and agree now"
-
-

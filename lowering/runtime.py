@@ -11,15 +11,18 @@ import torch
 
 from fxpipe import ownership
 from fxpipe.capture import Capture
+from fxpipe.dump import Dump
 from fxpipe.errors import FxpipeError, ModelError, RankError
 from fxpipe.log import logger
 from fxpipe.lowering.executor import Executor, Paused
 from fxpipe.lowering.group import agree, digest
-from fxpipe.lowering.rank_program import RankProgram, lower
+from fxpipe.lowering.lower import lower
+from fxpipe.lowering.rank_program import RankProgram
 from fxpipe.lowering.tasks import TaskCompiler
 from fxpipe.lowering.transport import GroupTransport, LocalTransport
 from fxpipe.options import Options
 from fxpipe.program import Join, Program, Role
+from fxpipe.text_grid import grid
 from fxpipe.torch_private import expression
 
 log = logger(__name__)
@@ -96,7 +99,9 @@ class Step:
         """The plan for these inputs, compared with the other ranks' before anything is sent."""
         if self.world_size == 1:
             return self.plan(inputs)
-        device = next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu"))
+        device = next(
+            (v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu")
+        )
         try:
             plan = self.plan(inputs)
         except Exception as error:
@@ -124,9 +129,11 @@ class Step:
         assert first.schedule is not None
         listeners = None if self.world_size > 1 else (0,)
         ranks = self.own_ranks(first.schedule.num_ranks)
-        lowered = [
-            lower(programs, rank, lambda p, key: self.compile(p.tasks[key]), listeners) for rank in ranks
-        ]
+        lowered = [lower(programs, rank, self.compile, listeners) for rank in ranks]
+        dump = Dump(self.options, first)
+        dump.schedule(lambda: grid(first.schedule))
+        for rank_program in lowered:
+            dump.rank(rank_program.rank, lambda code=str(rank_program): code)
         executors = tuple(Executor(r, free=bool(first.last_uses)) for r in lowered)
         text = describe_plan(programs, rows)
         total = sum(rows) or 1
@@ -364,5 +371,3 @@ def describe_plan(programs: Sequence[Program], rows: Sequence[int]) -> str:
     distinct = list(dict.fromkeys(programs))
     parts = [f"microbatches of {' '.join(map(str, rows))} rows", *map(str, distinct)]
     return "\n".join(parts)
-
-

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxpipe.program import Task
 from fxpipe.text import format_value
 from fxpipe.torch_private import inductor_compile
 
@@ -22,12 +21,12 @@ class TaskCompiler:
         self.lowering = lowering
         self.compiled: dict[str, Compiled] = {}
 
-    def __call__(self, task: Task) -> Compiled:
+    def __call__(self, graph: fx.GraphModule) -> Compiled:
         if self.lowering == "eager":
-            return task.graph.forward
-        structure = structure_of(task.graph)
+            return graph.forward
+        structure = structure_of(graph)
         if structure not in self.compiled:
-            self.compiled[structure] = self.compile(task.graph)
+            self.compiled[structure] = self.compile(graph)
         return self.compiled[structure]
 
     def compile(self, graph: fx.GraphModule) -> Compiled:

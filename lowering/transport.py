@@ -52,18 +52,14 @@ class GroupTransport:
         _, target, specs = self.messages[message]
         packed = [pack(tensor, spec) for tensor, spec in zip(tensors, specs)]
         tag = self.tags[message]
-        works = [
-            dist.isend(t, target, tag=tag + i) for i, t in enumerate(packed) if t.numel()
-        ]
+        works = [dist.isend(t, target, tag=tag + i) for i, t in enumerate(packed) if t.numel()]
         self.sending.append((message, packed, works))
 
     def post(self, message: str) -> None:
         source, _, specs = self.messages[message]
         buffers = [buffer_for(spec) for spec in specs]
         tag = self.tags[message]
-        works = [
-            dist.irecv(t, source, tag=tag + i) for i, t in enumerate(buffers) if t.numel()
-        ]
+        works = [dist.irecv(t, source, tag=tag + i) for i, t in enumerate(buffers) if t.numel()]
         self.receiving[message] = buffers, works
 
     def ready(self, message: str) -> bool:

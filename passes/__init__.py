@@ -7,6 +7,7 @@ from fxpipe.passes.assign_stages import AssignStages as AssignStages
 from fxpipe.passes.build_schedule import BuildSchedule as BuildSchedule
 from fxpipe.passes.insert_communication import InsertCommunication as InsertCommunication
 from fxpipe.passes.make_cuts_dense import MakeCutsDense as MakeCutsDense
+from fxpipe.passes.merge_pairs import MergePairs as MergePairs
 from fxpipe.passes.normalize import Normalize as Normalize
 from fxpipe.passes.partial_gradients import PartialGradients as PartialGradients
 from fxpipe.passes.plan_last_uses import PlanLastUses as PlanLastUses
@@ -32,10 +33,11 @@ def default_pipeline(options: Options) -> Pipeline:
             MakeCutsDense(),
             SplitWeightGrads(),
             SplitTasks(),
+            MergePairs(),
             InsertCommunication(),
             SyncGradients(),
             PlanLastUses(),
         ),
-        optional=frozenset({"normalize", "split_weight_grads", "plan_last_uses"}),
+        optional=frozenset({"normalize", "split_weight_grads", "merge_pairs", "plan_last_uses"}),
         options=options,
     )

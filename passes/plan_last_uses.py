@@ -44,5 +44,5 @@ def later_reads(program: Program, key: Key) -> set[str]:
         for other, task in program.tasks.items()
         if other.stage == key.stage and order[other.kind] > order[key.kind]
         for name in task.inputs
-        if not (key.kind is Kind.B)
+        if key.kind is not Kind.B
     }

@@ -26,7 +26,7 @@ pairs = st.builds(
     st.builds(Action, numbers, st.just(Kind.F), numbers),
     st.builds(Action, numbers, st.sampled_from([Kind.B, Kind.I, Kind.W]), numbers),
 )
-lines = st.lists(tasks | messages | pairs, min_size=1, max_size=12)
+lines = st.lists(tasks | messages | pairs, max_size=12)
 written = st.lists(lines, min_size=1, max_size=4)
 
 

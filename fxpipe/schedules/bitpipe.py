@@ -18,7 +18,7 @@ from fxpipe.schedules.family import BIDIRECTIONAL_V, even_ranks, family, multipl
     messages="4*(p - 1)*m",
     weights="2",
     holds="m mod p = 0, F <= B + W <= 2*F",
-    constraint="p even; m mod p = 0 for the closed forms",
+    constraint="p even",
     check=even_ranks,
     legal_microbatches=multiple_of_ranks,
     source="BitPipe (arXiv 2410.19367)",

@@ -26,7 +26,7 @@ _FACTS: dict[str, Any] = dict(
     placement=BIDIRECTIONAL,
     messages="2*(p - 1)*m",
     weights="2*f",
-    constraint="p even, p/2 a multiple of f; m mod p = 0 for the closed forms",
+    constraint="p even, p/2 a multiple of f",
     check=_whole_pipes,
     legal_microbatches=multiple_of_ranks,
 )

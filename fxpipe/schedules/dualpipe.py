@@ -28,7 +28,7 @@ def _full(p: int, m: int) -> int:
     messages="2*(p - 1)*m",
     weights="2",
     holds="m even, m >= 2*p, F = B >= W, a pair takes as long as its parts",
-    constraint="p even; m even and m >= 2*p for the closed forms",
+    constraint="p even",
     check=even_ranks,
     legal_microbatches=_even_and_full,
     source=_SOURCE,
@@ -53,7 +53,6 @@ def dualpipe(p: int, m: int) -> Iterator[list[int]]:
     peak="p + 1/2",
     messages="4*(p - 1)*m",
     holds="m >= 2*p, F = B >= W, a pair takes as long as its parts",
-    constraint="m >= 2*p for the closed forms",
     legal_microbatches=_full,
     source="DualPipeV (github.com/deepseek-ai/DualPipe), half of DualPipe",
 )

@@ -8,7 +8,6 @@ from fxpipe.packed import B, F, I, W, pair
 from fxpipe.schedules.family import LOOPED, family, multiple_of_ranks
 
 _MESSAGES = "2*(p*v - 1)*m"
-_WHOLE_ROUNDS = "m mod p = 0 for the closed forms"
 
 
 def _order(p: int, m: int, v: int, r: int) -> tuple[Callable[[int], tuple[int, int]], ...]:
@@ -31,7 +30,6 @@ def _order(p: int, m: int, v: int, r: int) -> tuple[Callable[[int], tuple[int, i
     peak="Min(m, p + (p - 1 - 2*r)/v)",
     messages=_MESSAGES,
     holds="m mod p = 0, p > 1",
-    constraint=_WHOLE_ROUNDS,
     legal_microbatches=multiple_of_ranks,
     source="Megatron-LM (arXiv 2104.04473), section 2.2",
 )
@@ -54,7 +52,6 @@ def interleaved(p: int, m: int, v: int) -> Iterator[list[int]]:
     peak="Min(m, p + (p - 2*r)/v)",
     messages=_MESSAGES,
     holds="m mod p = 0, p > 1, v > 1",
-    constraint=_WHOLE_ROUNDS,
     legal_microbatches=multiple_of_ranks,
     source="Megatron-LM, --overlap-moe-expert-parallel-comm",
 )
@@ -77,7 +74,6 @@ def combined(p: int, m: int, v: int) -> Iterator[list[int]]:
     peak="Min(m, p)",
     messages=_MESSAGES,
     holds="m mod p = 0, p > 1, F = B >= W",
-    constraint=_WHOLE_ROUNDS,
     legal_microbatches=multiple_of_ranks,
     source="torch.distributed.pipelining ScheduleInterleavedZeroBubble; bubble fitted",
 )

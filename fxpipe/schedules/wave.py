@@ -24,7 +24,6 @@ def fill_the_pipe(p: int, m: int) -> int:
     peak="p",
     messages="4*(p - 1)*m",
     holds="m >= 2*p - 1, F = B = W",
-    constraint="m >= 2*p - 1 for the closed forms",
     legal_microbatches=fill_the_pipe,
     source="Zero Bubble (arXiv 2401.10241), section 6; torch ScheduleZBVZeroBubble",
 )

@@ -127,6 +127,7 @@ def test_three_groups_run_in_order_even_where_the_middle_one_is_empty() -> None:
     [
         ("place stage=0 rank=0", "stage 1 has no rank for microbatch 0; add place(on(stage=1)"),
         ("place stage=7 rank=0", "line 3, 'place stage=7 rank=0': place stage=7 holds for nothing"),
+        ("place stage=0 rank=0\nplace stage=1 rank=2", "rank 1 has no stage; number the ranks"),
         ("place kind=F rank=0", "leave kind out of the filter"),
         ("place stage=0", "0 times rank= or ranks=, expected one"),
         ("place stage=0 rank=0,1", "place takes one rank, found 2; use replicate"),

@@ -1,0 +1,423 @@
+"""A program to rank programs: what each rank executes, as an FX graph of calls and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from fxpipe.lowering import instructions
+from fxpipe.lowering.rank_program import Message, RankProgram, Slot, Spec
+from fxpipe.messages import with_messages
+from fxpipe.program import Edge, Join, Key, Output, Program, Role
+from fxpipe.schedule import (
+    BACKWARD,
+    COMPUTE,
+    SENDS,
+    Action,
+    Kind,
+    Pair,
+    Schedule,
+    actions_of,
+)
+
+
+def lower(
+    programs: Sequence[Program], rank: int, compile_graph: Callable[[fx.GraphModule], Any],
+    listeners: Iterable[int] | None = None,
+) -> RankProgram:  # fmt: skip
+    """The rank program for `programs[k]` being the program of microbatch k.
+
+    Programs differ in the microbatch's size alone. `listeners` are the ranks that get the model's
+    outputs; all by default.
+    """
+    schedule = programs[0].schedule
+    assert schedule is not None
+    if any(program.edges.keys() != programs[0].edges.keys() for program in programs):
+        schedule = with_messages(without_messages(schedule), lambda k: programs[k].edges)
+    ranks = tuple(range(schedule.num_ranks)) if listeners is None else tuple(listeners)
+    return _Lowering(programs, schedule, rank, compile_graph, ranks).run()
+
+
+def without_messages(schedule: Schedule) -> Schedule:
+    steps = (
+        tuple(s for s in steps if isinstance(s, Pair) or s.kind in COMPUTE)
+        for steps in schedule.ranks
+    )
+    return Schedule(tuple(steps), schedule.name)
+
+
+@dataclass
+class _Lowering:
+    programs: Sequence[Program]
+    schedule: Schedule
+    rank: int
+    compile_graph: Callable[[fx.GraphModule], Any]
+    listeners: tuple[int, ...]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    root: torch.nn.Module = field(default_factory=torch.nn.Module)
+    slots: dict[Slot, fx.Node] = field(default_factory=dict)
+    values: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    accumulators: dict[str, fx.Node] = field(default_factory=dict)
+    messages: dict[str, Message] = field(default_factory=dict)
+    waiting: dict[tuple[int, int], list[tuple[str, tuple[str, ...]]]] = field(default_factory=dict)
+    output_gradients: dict[Slot, fx.Node] = field(default_factory=dict)
+    fakes: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def run(self) -> RankProgram:
+        self.transport = self.graph.placeholder("transport")
+        self.last_placeholder = self.transport
+        actions = list(self.schedule.actions(self.rank))
+        merged = self.find_merged_pairs()
+        self.last_accumulation = self.find_last_accumulations(actions)
+        paused = self.programs[0].loss is None and self.programs[0].training
+        outputs: dict[int, Any] = {}
+        for index, action in enumerate(actions):
+            if paused and action.kind in BACKWARD:
+                outputs, paused = self.pause(self.gather_outputs()), False
+            if action in merged:
+                self.lower_pair(index, merged[action])
+            elif action not in merged.values():
+                self.lower_action(index, action)
+        outputs = outputs or self.gather_outputs()
+        gradients = self.gather_input_gradients() | self.sum_gradients()
+        self.graph.output((*outputs.values(), *gradients.values()))
+        graph = fx.GraphModule(self.root, self.graph, class_name=f"Rank{self.rank}")
+        return RankProgram(
+            self.rank, graph, tuple(self.slots), tuple(outputs), tuple(gradients), self.messages
+        )
+
+    # One action at a time.
+
+    def lower_action(self, index: int, action: Action) -> None:
+        if action.kind in COMPUTE:
+            self.lower_task(index, action)
+        elif action.kind in SENDS:
+            names = self.names(action.stage, action.peer, action.microbatch)
+            values = [self.values[action.stage, action.microbatch][name] for name in names]
+            self.register(str(action), action.stage, action.peer, action.microbatch, names)
+            self.send(str(action), values)
+        else:
+            kind = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
+            message = str(Action(action.peer, kind, action.microbatch, action.stage))
+            names = self.names(action.peer, action.stage, action.microbatch)
+            self.register(message, action.peer, action.stage, action.microbatch, names)
+            self.post(message)
+            place = (action.stage, action.microbatch)
+            self.waiting.setdefault(place, []).append((message, names))
+
+    def names(self, source: int | None, target: int | None, microbatch: int) -> tuple[str, ...]:
+        return self.programs[microbatch].edges[Edge(source, target)]
+
+    def register(
+        self, message: str, source: int, target: int, microbatch: int, names: Iterable[str]
+    ) -> None:
+        ends = (
+            self.schedule.rank_of[source, microbatch],
+            self.schedule.rank_of[target, microbatch],
+        )
+        specs = tuple(Spec.of(self.value_of(microbatch, name)) for name in names)
+        self.messages[message] = Message(*ends, specs)
+
+    def value_of(self, microbatch: int, name: str) -> torch.Tensor:
+        """The fake tensor that stands for a value."""
+        joint = self.programs[microbatch].joint
+        if id(joint) not in self.fakes:
+            self.fakes[id(joint)] = {n.name: n.meta.get("val") for n in joint.graph.nodes}
+        return self.fakes[id(joint)][name]
+
+    def lower_task(self, index: int, action: Action) -> None:
+        key, microbatch = Key(action.stage, action.kind), action.microbatch
+        program = self.programs[microbatch]
+        task = program.tasks.get(key)
+        if task is None:
+            return
+        place = (action.stage, microbatch)
+        self.wait_for(place, task.inputs)
+        arguments = [self.argument(name, program, place) for name in task.inputs]
+        module = self.task_module(f"stage{key.stage}_{key.kind}", program, task.graph)
+        call = self.graph.create_node("call_module", module, tuple(arguments), name=f"ran_{action}")
+        call.meta["action"] = action
+        self.unpack(call, task.outputs, place)
+        self.finish_task(index, action)
+
+    def finish_task(self, index: int, action: Action) -> None:
+        """What follows a task's call: its values to other stages, its finished gradients out."""
+        program = self.programs[action.microbatch]
+        task = program.tasks[Key(action.stage, action.kind)]
+        self.hand_over(action, program, task.outputs)
+        for name in task.accumulates:
+            if self.last_accumulation[name] == index and name in program.reductions:
+                self.send_sum(name)
+
+    def find_merged_pairs(self) -> dict[Action, Pair]:
+        """Backward action -> the pair that runs in its place, where the two are one task."""
+        found = {}
+        for step in self.schedule.ranks[self.rank]:
+            if isinstance(step, Pair):
+                keys = keys_of(step)
+                programs = [self.programs[a.microbatch] for a in actions_of(step)]
+                if programs[0] is programs[1] and keys in programs[0].pairs:
+                    found[step.backward] = step
+        return found
+
+    def lower_pair(self, index: int, pair: Pair) -> None:
+        program = self.programs[pair.forward.microbatch]
+        task = program.pairs[keys_of(pair)]
+        sides = actions_of(pair)
+        places = [(action.stage, action.microbatch) for action in sides]
+        for side, place in enumerate(places):
+            self.wait_for(place, [name for of, name in task.inputs if of == side])
+        arguments = [self.argument(name, program, places[side]) for side, name in task.inputs]
+        name = "_".join(f"stage{action.stage}_{action.kind}" for action in sides)
+        module = self.task_module(name, program, task.graph)
+        call = self.graph.create_node("call_module", module, tuple(arguments), name=f"ran_{pair}")
+        call.meta["action"] = pair
+        for position, (side, name) in enumerate(task.outputs):
+            self.unpack_one(call, position, name, places[side])
+        for action in sides:
+            self.finish_task(index, action)
+
+    def task_module(self, name: str, program: Program, graph: fx.GraphModule) -> str:
+        if len({p.microbatch_size for p in self.programs}) > 1:
+            name += f"_rows{program.microbatch_size}"
+        if not hasattr(self.root, name):
+            self.root.add_module(name, TaskModule(self.compile_graph(graph)))
+        return name
+
+    def argument(self, name: str, program: Program, place: tuple[int, int]) -> Any:
+        stage, microbatch = place
+        if name in self.values.get(place, {}):
+            return self.values[place][name]
+        if name.startswith("acc_") and any(
+            name.removeprefix("acc_") in t.accumulates for t in program.tasks.values()
+        ):
+            return self.accumulator(name.removeprefix("acc_"))
+        if Slot(name, microbatch) in self.output_gradients:
+            return self.output_gradients[Slot(name, microbatch)]
+        entry = program.input(name)
+        if entry.role is Role.SIZE:
+            return int(entry.size.subs(program.sizes))
+        split = entry.role in (Role.BATCH, Role.SHARE)
+        return self.slot(Slot(name, microbatch if split else None))
+
+    def slot(self, slot: Slot) -> fx.Node:
+        if slot not in self.slots:
+            suffix = "" if slot.microbatch is None else f"_mb{slot.microbatch}"
+            with self.graph.inserting_after(self.last_placeholder):
+                self.slots[slot] = self.graph.placeholder(f"{slot.name}{suffix}")
+            self.last_placeholder = self.slots[slot]
+        return self.slots[slot]
+
+    def accumulator(self, name: str) -> fx.Node:
+        if name not in self.accumulators:
+            made = self.slot(Slot(name))
+            made = self.call(instructions.new_accumulator, made, name=f"acc_{name}")
+            self.accumulators[name] = made
+        return self.accumulators[name]
+
+    def wait_for(self, place: tuple[int, int], names: Iterable[str]) -> None:
+        """Wait for the posted messages that a task reads."""
+        wanted = set(names)
+        rest = []
+        for message, carried in self.waiting.get(place, ()):
+            if wanted & set(carried):
+                received = self.receive(message)
+                self.unpack(received, carried, place)
+            else:
+                rest.append((message, carried))
+        self.waiting[place] = rest
+
+    def unpack(self, call: fx.Node, names: Sequence[str], place: tuple[int, int]) -> None:
+        for index, name in enumerate(names):
+            self.unpack_one(call, index, name, place)
+
+    def unpack_one(self, call: fx.Node, index: int, name: str, place: tuple[int, int]) -> None:
+        value = self.call(getitem, call, index, name=f"{name}_mb{place[1]}")
+        self.values.setdefault(place, {})[name] = value
+
+    def hand_over(self, action: Action, program: Program, names: Iterable[str]) -> None:
+        """Values for another stage of this rank need no message."""
+        given = set(names)
+        for edge, carried in program.edges.items():
+            place = (edge.target, action.microbatch)
+            if edge.source == action.stage and self.schedule.rank_of[place] == self.rank:
+                own = self.values[action.stage, action.microbatch]
+                for name in given.intersection(carried):
+                    self.values.setdefault(place, {})[name] = own[name]
+
+    def call(
+        self, function: Callable[..., Any], *arguments: Any, name: str | None = None
+    ) -> fx.Node:
+        return self.graph.create_node("call_function", function, arguments, name=name)
+
+    def send(self, message: str, values: Sequence[Any]) -> None:
+        self.call(instructions.send, self.transport, message, list(values), name=f"sent_{message}")
+
+    def post(self, message: str) -> None:
+        self.call(instructions.post, self.transport, message, name=f"posted_{message}")
+
+    def receive(self, message: str) -> fx.Node:
+        return self.call(instructions.wait, self.transport, message, name=f"got_{message}")
+
+    # Gradients.
+
+    def find_last_accumulations(self, actions: Sequence[Action]) -> dict[str, int]:
+        last: dict[str, int] = {}
+        for index, action in enumerate(actions):
+            task = self.programs[action.microbatch].tasks.get(Key(action.stage, action.kind))
+            for name in task.accumulates if task is not None else ():
+                last[name] = index
+        return last
+
+    def send_sum(self, name: str) -> None:
+        reduction = self.programs[0].reductions[name]
+        for other in reduction.receivers:
+            if other != self.rank:
+                message = f"SUM {name} {self.rank}>{other}"
+                self.message_of_gradient(message, name, self.rank, other)
+                self.send(message, [self.accumulators[name]])
+        if self.rank in reduction.receivers:
+            self.post_sums(name)
+
+    def post_sums(self, name: str) -> None:
+        for other in self.programs[0].reductions[name].contributors:
+            if other != self.rank:
+                message = f"SUM {name} {other}>{self.rank}"
+                self.message_of_gradient(message, name, other, self.rank)
+                self.post(message)
+
+    def message_of_gradient(self, message: str, name: str, source: int, target: int) -> None:
+        value = self.value_of(0, name)
+        dense = torch.empty_like(value)
+        self.messages[message] = Message(source, target, (Spec.of(dense),))
+
+    def sum_gradients(self) -> dict[str, Any]:
+        gradients: dict[str, Any] = dict(self.accumulators)
+        for name, reduction in self.programs[0].reductions.items():
+            if self.rank not in reduction.receivers:
+                continue
+            if self.rank not in reduction.contributors:
+                self.post_sums(name)
+            parts = []
+            for contributor in reduction.contributors:
+                if contributor == self.rank:
+                    parts.append(self.accumulators[name])
+                else:
+                    message = f"SUM {name} {contributor}>{self.rank}"
+                    received = self.receive(message)
+                    parts.append(self.call(getitem, received, 0))
+            gradients[name] = self.call(instructions.total, parts)
+        return gradients
+
+    # Outputs.
+
+    def gather_outputs(self) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for number, output in enumerate(self.programs[0].outputs):
+            if number in self.programs[0].returns and not self.is_input(number):
+                places = [program.returns[number] for program in self.programs]
+                found[number] = self.gather(f"OUTPUT {number}", places, output)
+        return {number: value for number, value in found.items() if value is not None}
+
+    def is_input(self, number: int) -> bool:
+        """Whether an output is an input as it is, which the runtime returns itself."""
+        _, name = self.programs[0].returns[number]
+        return any(entry.name == name for entry in self.programs[0].inputs)
+
+    def gather_input_gradients(self) -> dict[str, Any]:
+        found = {}
+        for name in self.programs[0].input_gradients:
+            dim = self.programs[0].input(name).batch_dim
+            places = [program.input_gradients[name] for program in self.programs]
+            output = Output(name, Join.CONCATENATE, dim=dim)
+            found[name] = self.gather(f"GRADIENT {name}", places, output)
+        return {name: value for name, value in found.items() if value is not None}
+
+    def gather(self, label: str, places: Sequence[tuple[int, str]], output: Output) -> Any:
+        """An output of the whole batch from its microbatches' parts, which several ranks may have."""
+        if output.join is Join.FIRST:
+            places = places[:1]
+        owners: dict[int, list[int]] = {}
+        for microbatch, (stage, _) in enumerate(places):
+            owners.setdefault(self.schedule.rank_of[stage, microbatch], []).append(microbatch)
+        parts: dict[int, Any] = {}
+        for owner, microbatches in sorted(owners.items()):
+            own = (
+                {k: self.own_part(k, places[k]) for k in microbatches} if owner == self.rank else {}
+            )
+            parts |= self.spread(label, owner, microbatches, own, places, output)
+        if self.rank not in self.listeners:
+            return None
+        ordered = [parts[k] for k in sorted(parts)]
+        if output.join is Join.FIRST:
+            return ordered[0]
+        if output.join is Join.SUM:
+            return self.call(instructions.total, ordered)
+        return self.call(instructions.join, ordered, output.dim)
+
+    def own_part(self, microbatch: int, place: tuple[int, str]) -> Any:
+        stage, name = place
+        return self.values[stage, microbatch][name]
+
+    def spread(
+        self,
+        label: str,
+        owner: int,
+        microbatches: Sequence[int],
+        own: Mapping[int, Any],
+        places: Sequence[tuple[int, str]],
+        output: Output,
+    ) -> dict[int, Any]:
+        """The parts of one owner, on it and on the listeners. A sum travels as one part."""
+        if output.join is Join.SUM:
+            if own:
+                own = {microbatches[0]: self.call(instructions.total, list(own.values()))}
+            microbatches = microbatches[:1]
+        specs = tuple(Spec.of(self.value_of(k, places[k][1])) for k in microbatches)
+        for other in self.listeners:
+            message = f"{label} {owner}>{other}"
+            if other != owner and self.rank in (owner, other):
+                self.messages[message] = Message(owner, other, specs)
+        if owner == self.rank:
+            for other in self.listeners:
+                if other != owner:
+                    self.send(f"{label} {owner}>{other}", list(own.values()))
+            return dict(own)
+        if self.rank not in self.listeners:
+            return {}
+        message = f"{label} {owner}>{self.rank}"
+        self.post(message)
+        received = self.receive(message)
+        return {k: self.call(getitem, received, i) for i, k in enumerate(microbatches)}
+
+    def pause(self, outputs: dict[int, Any]) -> dict[int, Any]:
+        """Outputs go to the caller; what comes back are their gradients, microbatch by microbatch."""
+        given = self.call(instructions.pause, list(outputs.values()))
+        index = 0
+        for number, output in enumerate(self.programs[0].outputs):
+            if output.requires_grad:
+                for microbatch in range(len(self.programs)):
+                    slot = Slot(f"grad_{output.name}", microbatch)
+                    self.output_gradients[slot] = self.call(getitem, given, index)
+                    index += 1
+        return outputs
+
+
+def keys_of(pair: Pair) -> tuple[Key, Key]:
+    return Key(pair.forward.stage, Kind.F), Key(pair.backward.stage, pair.backward.kind)
+
+
+class TaskModule(torch.nn.Module):
+    """A compiled task as a submodule, so that the rank program calls it by name."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
