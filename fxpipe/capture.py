@@ -106,7 +106,7 @@ def batch_dim(path: str, options: Options) -> int | None:
 
 
 def user_path(source: str) -> str:
-    """`L['batch'].x` to `batch.x`, `L['self']._modules['a']._parameters['weight']` to `a.weight`."""
+    """`L['batch'].x` to `batch.x`; in a module, `._modules['a']._parameters['w']` to `a.w`."""
     keys = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", source)
     parts = [bracket or attribute for bracket, attribute in keys]
     in_module = any(p in ("_modules", "_parameters", "_buffers") for p in parts)
@@ -266,8 +266,8 @@ def describe_output(node: Any, batch_symbol: sympy.Symbol | None) -> Output:
     if len(dims) > 1 or sizes[dims[0]] != batch_symbol:
         shape = ", ".join(map(str, sizes))
         raise CaptureError(
-            f"output {node.name} has shape [{shape}] with {batch_symbol} the batch, so the parts of "
-            f"the microbatches cannot be joined; return it with the batch as one dimension of its "
-            f"own ({where(node)})"
+            f"output {node.name} has shape [{shape}] with {batch_symbol} the batch, so the parts "
+            f"of the microbatches cannot be joined; return it with the batch as one dimension of "
+            f"its own ({where(node)})"
         )
     return Output(node.name, Join.CONCATENATE, dim=dims[0], requires_grad=requires_grad)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 
 from fxpipe.program import Edge
-from fxpipe.schedule import Action, Kind, Schedule, Step, actions_of
+from fxpipe.schedule import Action, Kind, Pair, Schedule, Step, actions_of
 
 # A receive is posted this many tasks ahead of the task that needs it, so that the message travels
 # while the rank computes.
@@ -46,6 +46,15 @@ def with_messages(schedule: Schedule, edges_of: Callable[[int], Collection[Edge]
     return Schedule(ranks, schedule.name)
 
 
+def without_messages(schedule: Schedule) -> Schedule:
+    """The tasks alone."""
+    ranks = (
+        tuple(step for step in steps if isinstance(step, Pair) or step.kind.is_compute)
+        for steps in schedule.ranks
+    )
+    return Schedule(tuple(ranks), schedule.name)
+
+
 def place_sends(
     schedule: Schedule, rank: int, edges_of: Callable[[int], Collection[Edge]]
 ) -> Iterator[tuple[int, Action]]:
@@ -66,8 +75,13 @@ def place_sends(
 def receive_of(send: Action) -> Action:
     """The receive that takes a send."""
     kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
-    assert send.peer is not None
-    return Action(send.peer, kind, send.microbatch, send.stage)
+    return Action(send.other, kind, send.microbatch, send.stage)
+
+
+def send_of(receive: Action) -> Action:
+    """The send that a receive takes, whose text names the message."""
+    kind = Kind.SEND_F if receive.kind is Kind.RECV_F else Kind.SEND_B
+    return Action(receive.other, kind, receive.microbatch, receive.stage)
 
 
 def merged(

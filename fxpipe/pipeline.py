@@ -30,6 +30,8 @@ class Pipeline:
     """Passes in order. Calling it takes a program through all that are switched on.
 
     `optional` names the passes that may be switched off; the others are what makes a pipeline.
+    What comes before the pass BuildSchedule depends on the sizes of a microbatch alone, so callers
+    may keep the `front` of a program and try several schedules on it.
     """
 
     passes: tuple[Pass, ...]
@@ -65,24 +67,42 @@ class Pipeline:
         return self.options.passes.get(name_of(pass_), True)
 
     def __call__(self, program: Program) -> Program:
+        return self.back(self.front(program))
+
+    def front(self, program: Program) -> Program:
+        """The passes that look at the sizes of a microbatch alone: up to the schedule."""
         dump = Dump(self.options, program)
         dump.clear()
         dump.program(0, "input", program, 0.0)
-        for number, pass_ in enumerate(self.passes, 1):
-            if not self.is_on(pass_):
-                continue
-            start = time.perf_counter()
-            program = self.run(number, pass_, program)
-            seconds = time.perf_counter() - start
-            log.debug("pass %d/%d %r took %.0f ms", number, len(self.passes), pass_, seconds * 1e3)
-            dump.program(number, name_of(pass_), program, seconds)
-            if name_of(pass_) == self.options.stop_after:
-                where = (
-                    f"the program is in {dump.folder}"
-                    if dump.folder
-                    else "set FXPIPE_DUMP to see it"
-                )
-                raise PassError(f"stopped after {name_of(pass_)}, as stop_after asks; {where}")
+        return self.run_passes(program, 0, self.split)
+
+    def back(self, program: Program) -> Program:
+        """The passes from the schedule on."""
+        return self.run_passes(program, self.split, len(self.passes))
+
+    @property
+    def split(self) -> int:
+        names = [name_of(p) for p in self.passes]
+        return names.index("build_schedule") if "build_schedule" in names else len(names)
+
+    def run_passes(self, program: Program, first: int, end: int) -> Program:
+        for number, pass_ in enumerate(self.passes[first:end], first + 1):
+            if self.is_on(pass_):
+                program = self.run_timed(number, pass_, program)
+        return program
+
+    def run_timed(self, number: int, pass_: Pass, program: Program) -> Program:
+        start = time.perf_counter()
+        program = self.run(number, pass_, program)
+        seconds = time.perf_counter() - start
+        log.debug("pass %d/%d %r took %.0f ms", number, len(self.passes), pass_, seconds * 1e3)
+        dump = Dump(program.options, program)
+        dump.program(number, name_of(pass_), program, seconds)
+        if name_of(pass_) == self.options.stop_after:
+            place = f"in {dump.folder}" if dump.folder else "shown where FXPIPE_DUMP names a folder"
+            raise PassError(
+                f"stopped after {name_of(pass_)}, as stop_after asks; the program is {place}"
+            )
         return program
 
     def run(self, number: int, pass_: Pass, program: Program) -> Program:
@@ -93,7 +113,8 @@ class Pipeline:
             raise
         except Exception as error:
             raise PassError(
-                f"pass {number}/{len(self.passes)} {pass_!r} failed: {type(error).__name__}: {error}"
+                f"pass {number}/{len(self.passes)} {pass_!r} failed: "
+                f"{type(error).__name__}: {error}"
             ) from error
         if self.options.check:
             if str(program) != before:

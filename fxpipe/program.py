@@ -43,7 +43,7 @@ class Input:
     role: Role
     path: str
     batch_dim: int | None = None
-    size: sympy.Expr | None = None
+    size: sympy.Expr = None
     requires_grad: bool = False
 
 
@@ -63,7 +63,7 @@ class Output:
     name: str
     join: Join
     dim: int | None = None
-    size: sympy.Expr | None = None
+    size: sympy.Expr = None
     is_loss: bool = False
     requires_grad: bool = False
 
@@ -150,10 +150,10 @@ class Program:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     prologue: fx.GraphModule | None = None  # whole-batch inputs -> PROLOGUE inputs
-    joint: fx.GraphModule | None = None
+    joint: fx.GraphModule = None  # from TraceJoint on
     results: tuple[Result, ...] = ()  # of the joint graph's outputs
     num_stages: int = 0
-    schedule: Schedule | None = None
+    schedule: Schedule = Schedule(())  # without ranks until BuildSchedule
     tasks: Mapping[Key, Task] = field(default_factory=dict)
     pairs: Mapping[tuple[Key, Key], PairTask] = field(default_factory=dict)
     edges: Mapping[Edge, tuple[str, ...]] = field(default_factory=dict)
@@ -202,7 +202,7 @@ def tensors_of(value: Any) -> list[Any]:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether a tensor's elements fill one block of memory, each once, in some order of its dims."""
+    """Whether a tensor's elements fill one block of memory, in some order of its dimensions."""
     if not hasattr(value, "stride"):
         return True
     expected = 1

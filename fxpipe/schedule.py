@@ -80,6 +80,12 @@ class Action:
             return text
         return f"{text}{'>' if self.kind in SENDS else '<'}{self.peer}"
 
+    @property
+    def other(self) -> int:
+        """The stage at a message's other end."""
+        assert self.peer is not None
+        return self.peer
+
     @staticmethod
     def parse(text: str) -> Action:
         """Read one action. Raises ScheduleError where the text is none."""

@@ -191,7 +191,7 @@ def format_program(program: Program) -> str:
     parts = [_summary(program)]
     parts.append("\n".join(["inputs", *map(_input, program.inputs)]))
     parts.append("\n".join(["outputs", *map(_output, program.outputs)]))
-    if program.schedule is not None:
+    if program.schedule.num_ranks:
         lines = str(program.schedule).splitlines()
         ranks = [f"  rank {rank}: {line}".rstrip() for rank, line in enumerate(lines)]
         parts.append("\n".join([f"schedule {program.schedule.name}", *ranks]))
@@ -253,7 +253,6 @@ def _ends(program: Program) -> Iterator[str]:
 
 def _joint(program: Program) -> str:
     """The joint graph, and after it what each of its outputs is."""
-    assert program.joint is not None
     outputs = program.joint.graph.output_node().args[0]
     values = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     lines = ["results"]

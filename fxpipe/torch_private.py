@@ -21,7 +21,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
-from torch._logging import trace_structured
+from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -47,7 +47,7 @@ def trace_again_with_dynamic_dims(dims: Sequence[tuple[torch.Tensor, int]]) -> N
 
 
 def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
-    """Whether Dynamo was asked to keep this dimension symbolic, or by the user to keep it static."""
+    """Whether Dynamo was told to keep this dimension symbolic, or by the user to keep it static."""
     marks = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices", "_dynamo_static_indices")
     return any(dim in getattr(tensor, mark, ()) for mark in marks)
 
@@ -152,4 +152,5 @@ def structured_trace(name: str, text: Callable[[], str]) -> None:
 def inductor_compile(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The function that Inductor makes of an ATen graph without gradients."""
     with torch.no_grad():
-        return compile_fx(graph, list(inputs))
+        compiled: Callable[..., Any] = compile_fx(graph, list(inputs))  # type: ignore[assignment]
+        return compiled

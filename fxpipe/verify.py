@@ -37,9 +37,9 @@ def problems_of_tasks(program: Program) -> Iterator[str]:
                 continue
             if not any(name in values for values in sources(program, key)):
                 yield f"task {key} reads {name}, which no task before it gives"
-    for edge, names in program.edges.items():
+    for edge, carried in program.edges.items():
         given = {n for k, t in program.tasks.items() if k.stage == edge.source for n in t.outputs}
-        if missing := sorted(set(names) - given):
+        if missing := sorted(set(carried) - given):
             yield f"edge {edge} carries {missing}, which stage {edge.source} does not give"
 
 

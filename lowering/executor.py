@@ -57,7 +57,7 @@ class Executor:
         slots[: len(values) + 1] = transport, *values
         name = "start"
         try:
-            for run, name, awaits in self.instructions:
+            for run, name, awaits in self.instructions:  # noqa: B007 - the error below says it
                 if awaits is not None:
                     while not transport.ready(awaits):
                         yield awaits
@@ -186,8 +186,7 @@ class Executor:
             if isinstance(argument, (list, tuple)):
                 nested.append(self.reader(argument))
             else:
-                read = self.reader([argument])
-                nested.append(lambda slots, read=read: read(slots)[0])
+                nested.append(first_of(self.reader([argument])))
         target, number, frees = node.target, self.place(node), self.free_numbers(node)
 
         def run(slots: Slots) -> None:
@@ -203,6 +202,10 @@ class Executor:
 
 def PAUSE(slots: Slots) -> None:
     """Stands for the pause in the list of calls; `Executor.run` acts on it."""
+
+
+def first_of(read: Callable[[Slots], tuple[Any, ...]]) -> Callable[[Slots], Any]:
+    return lambda slots: read(slots)[0]
 
 
 def post(message: str) -> Callable[[Slots], None]:

@@ -60,5 +60,5 @@ def first_difference(texts: list[str]) -> str:
                     f"the same shape"
                 )
         if texts[0] != other:
-            return f"the ranks are about to run different steps: rank {rank}'s plan is longer or shorter"
+            return f"the ranks are about to run different steps: rank {rank}'s has another length"
     return "the ranks disagreed a moment ago and agree now"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -12,8 +12,9 @@ import torch.fx as fx
 
 from fxpipe.lowering import instructions
 from fxpipe.lowering.rank_program import Message, RankProgram, Slot, Spec
-from fxpipe.messages import with_messages
-from fxpipe.program import Edge, Join, Key, Output, Program, Role
+from fxpipe.lowering.results import Results
+from fxpipe.messages import send_of, with_messages, without_messages
+from fxpipe.program import Edge, Key, Program, Role
 from fxpipe.schedule import (
     BACKWARD,
     COMPUTE,
@@ -40,19 +41,11 @@ def lower(
     if any(program.edges.keys() != programs[0].edges.keys() for program in programs):
         schedule = with_messages(without_messages(schedule), lambda k: programs[k].edges)
     ranks = tuple(range(schedule.num_ranks)) if listeners is None else tuple(listeners)
-    return _Lowering(programs, schedule, rank, compile_graph, ranks).run()
-
-
-def without_messages(schedule: Schedule) -> Schedule:
-    steps = (
-        tuple(s for s in steps if isinstance(s, Pair) or s.kind in COMPUTE)
-        for steps in schedule.ranks
-    )
-    return Schedule(tuple(steps), schedule.name)
+    return RankBuilder(programs, schedule, rank, compile_graph, ranks).run()
 
 
 @dataclass
-class _Lowering:
+class RankBuilder:
     programs: Sequence[Program]
     schedule: Schedule
     rank: int
@@ -73,18 +66,20 @@ class _Lowering:
         self.last_placeholder = self.transport
         actions = list(self.schedule.actions(self.rank))
         merged = self.find_merged_pairs()
+        opened = {pair.forward for pair in merged.values()}
         self.last_accumulation = self.find_last_accumulations(actions)
+        self.results = Results(self)
         paused = self.programs[0].loss is None and self.programs[0].training
         outputs: dict[int, Any] = {}
         for index, action in enumerate(actions):
             if paused and action.kind in BACKWARD:
-                outputs, paused = self.pause(self.gather_outputs()), False
+                outputs, paused = self.pause(self.results.outputs()), False
             if action in merged:
                 self.lower_pair(index, merged[action])
-            elif action not in merged.values():
+            elif action not in opened:
                 self.lower_action(index, action)
-        outputs = outputs or self.gather_outputs()
-        gradients = self.gather_input_gradients() | self.sum_gradients()
+        outputs = outputs or self.results.outputs()
+        gradients = self.results.input_gradients() | self.results.summed_gradients()
         self.graph.output((*outputs.values(), *gradients.values()))
         graph = fx.GraphModule(self.root, self.graph, class_name=f"Rank{self.rank}")
         return RankProgram(
@@ -97,31 +92,24 @@ class _Lowering:
         if action.kind in COMPUTE:
             self.lower_task(index, action)
         elif action.kind in SENDS:
-            names = self.names(action.stage, action.peer, action.microbatch)
+            names = self.register(action)
             values = [self.values[action.stage, action.microbatch][name] for name in names]
-            self.register(str(action), action.stage, action.peer, action.microbatch, names)
             self.send(str(action), values)
         else:
-            kind = Kind.SEND_F if action.kind is Kind.RECV_F else Kind.SEND_B
-            message = str(Action(action.peer, kind, action.microbatch, action.stage))
-            names = self.names(action.peer, action.stage, action.microbatch)
-            self.register(message, action.peer, action.stage, action.microbatch, names)
-            self.post(message)
+            sent = send_of(action)
+            names = self.register(sent)
+            self.post(str(sent))
             place = (action.stage, action.microbatch)
-            self.waiting.setdefault(place, []).append((message, names))
+            self.waiting.setdefault(place, []).append((str(sent), names))
 
-    def names(self, source: int | None, target: int | None, microbatch: int) -> tuple[str, ...]:
-        return self.programs[microbatch].edges[Edge(source, target)]
-
-    def register(
-        self, message: str, source: int, target: int, microbatch: int, names: Iterable[str]
-    ) -> None:
-        ends = (
-            self.schedule.rank_of[source, microbatch],
-            self.schedule.rank_of[target, microbatch],
-        )
-        specs = tuple(Spec.of(self.value_of(microbatch, name)) for name in names)
-        self.messages[message] = Message(*ends, specs)
+    def register(self, send: Action) -> tuple[str, ...]:
+        """Describe a message; the names of the values that it carries."""
+        source, target, k = send.stage, send.other, send.microbatch
+        names = self.programs[k].edges[Edge(source, target)]
+        specs = tuple(Spec.of(self.value_of(k, name)) for name in names)
+        ends = self.schedule.rank_of[source, k], self.schedule.rank_of[target, k]
+        self.messages[str(send)] = Message(*ends, specs)
+        return names
 
     def value_of(self, microbatch: int, name: str) -> torch.Tensor:
         """The fake tensor that stands for a value."""
@@ -152,7 +140,7 @@ class _Lowering:
         self.hand_over(action, program, task.outputs)
         for name in task.accumulates:
             if self.last_accumulation[name] == index and name in program.reductions:
-                self.send_sum(name)
+                self.results.send_sum(name)
 
     def find_merged_pairs(self) -> dict[Action, Pair]:
         """Backward action -> the pair that runs in its place, where the two are one task."""
@@ -264,8 +252,6 @@ class _Lowering:
     def receive(self, message: str) -> fx.Node:
         return self.call(instructions.wait, self.transport, message, name=f"got_{message}")
 
-    # Gradients.
-
     def find_last_accumulations(self, actions: Sequence[Action]) -> dict[str, int]:
         last: dict[str, int] = {}
         for index, action in enumerate(actions):
@@ -274,132 +260,11 @@ class _Lowering:
                 last[name] = index
         return last
 
-    def send_sum(self, name: str) -> None:
-        reduction = self.programs[0].reductions[name]
-        for other in reduction.receivers:
-            if other != self.rank:
-                message = f"SUM {name} {self.rank}>{other}"
-                self.message_of_gradient(message, name, self.rank, other)
-                self.send(message, [self.accumulators[name]])
-        if self.rank in reduction.receivers:
-            self.post_sums(name)
-
-    def post_sums(self, name: str) -> None:
-        for other in self.programs[0].reductions[name].contributors:
-            if other != self.rank:
-                message = f"SUM {name} {other}>{self.rank}"
-                self.message_of_gradient(message, name, other, self.rank)
-                self.post(message)
-
-    def message_of_gradient(self, message: str, name: str, source: int, target: int) -> None:
-        value = self.value_of(0, name)
-        dense = torch.empty_like(value)
-        self.messages[message] = Message(source, target, (Spec.of(dense),))
-
-    def sum_gradients(self) -> dict[str, Any]:
-        gradients: dict[str, Any] = dict(self.accumulators)
-        for name, reduction in self.programs[0].reductions.items():
-            if self.rank not in reduction.receivers:
-                continue
-            if self.rank not in reduction.contributors:
-                self.post_sums(name)
-            parts = []
-            for contributor in reduction.contributors:
-                if contributor == self.rank:
-                    parts.append(self.accumulators[name])
-                else:
-                    message = f"SUM {name} {contributor}>{self.rank}"
-                    received = self.receive(message)
-                    parts.append(self.call(getitem, received, 0))
-            gradients[name] = self.call(instructions.total, parts)
-        return gradients
-
-    # Outputs.
-
-    def gather_outputs(self) -> dict[int, Any]:
-        found: dict[int, Any] = {}
-        for number, output in enumerate(self.programs[0].outputs):
-            if number in self.programs[0].returns and not self.is_input(number):
-                places = [program.returns[number] for program in self.programs]
-                found[number] = self.gather(f"OUTPUT {number}", places, output)
-        return {number: value for number, value in found.items() if value is not None}
-
-    def is_input(self, number: int) -> bool:
-        """Whether an output is an input as it is, which the runtime returns itself."""
-        _, name = self.programs[0].returns[number]
-        return any(entry.name == name for entry in self.programs[0].inputs)
-
-    def gather_input_gradients(self) -> dict[str, Any]:
-        found = {}
-        for name in self.programs[0].input_gradients:
-            dim = self.programs[0].input(name).batch_dim
-            places = [program.input_gradients[name] for program in self.programs]
-            output = Output(name, Join.CONCATENATE, dim=dim)
-            found[name] = self.gather(f"GRADIENT {name}", places, output)
-        return {name: value for name, value in found.items() if value is not None}
-
-    def gather(self, label: str, places: Sequence[tuple[int, str]], output: Output) -> Any:
-        """An output of the whole batch from its microbatches' parts, which several ranks may have."""
-        if output.join is Join.FIRST:
-            places = places[:1]
-        owners: dict[int, list[int]] = {}
-        for microbatch, (stage, _) in enumerate(places):
-            owners.setdefault(self.schedule.rank_of[stage, microbatch], []).append(microbatch)
-        parts: dict[int, Any] = {}
-        for owner, microbatches in sorted(owners.items()):
-            own = (
-                {k: self.own_part(k, places[k]) for k in microbatches} if owner == self.rank else {}
-            )
-            parts |= self.spread(label, owner, microbatches, own, places, output)
-        if self.rank not in self.listeners:
-            return None
-        ordered = [parts[k] for k in sorted(parts)]
-        if output.join is Join.FIRST:
-            return ordered[0]
-        if output.join is Join.SUM:
-            return self.call(instructions.total, ordered)
-        return self.call(instructions.join, ordered, output.dim)
-
-    def own_part(self, microbatch: int, place: tuple[int, str]) -> Any:
-        stage, name = place
-        return self.values[stage, microbatch][name]
-
-    def spread(
-        self,
-        label: str,
-        owner: int,
-        microbatches: Sequence[int],
-        own: Mapping[int, Any],
-        places: Sequence[tuple[int, str]],
-        output: Output,
-    ) -> dict[int, Any]:
-        """The parts of one owner, on it and on the listeners. A sum travels as one part."""
-        if output.join is Join.SUM:
-            if own:
-                own = {microbatches[0]: self.call(instructions.total, list(own.values()))}
-            microbatches = microbatches[:1]
-        specs = tuple(Spec.of(self.value_of(k, places[k][1])) for k in microbatches)
-        for other in self.listeners:
-            message = f"{label} {owner}>{other}"
-            if other != owner and self.rank in (owner, other):
-                self.messages[message] = Message(owner, other, specs)
-        if owner == self.rank:
-            for other in self.listeners:
-                if other != owner:
-                    self.send(f"{label} {owner}>{other}", list(own.values()))
-            return dict(own)
-        if self.rank not in self.listeners:
-            return {}
-        message = f"{label} {owner}>{self.rank}"
-        self.post(message)
-        received = self.receive(message)
-        return {k: self.call(getitem, received, i) for i, k in enumerate(microbatches)}
-
     def pause(self, outputs: dict[int, Any]) -> dict[int, Any]:
-        """Outputs go to the caller; what comes back are their gradients, microbatch by microbatch."""
+        """Outputs go to the caller; their gradients come back, microbatch by microbatch."""
         given = self.call(instructions.pause, list(outputs.values()))
         index = 0
-        for number, output in enumerate(self.programs[0].outputs):
+        for output in self.programs[0].outputs:
             if output.requires_grad:
                 for microbatch in range(len(self.programs)):
                     slot = Slot(f"grad_{output.name}", microbatch)

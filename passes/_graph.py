@@ -66,4 +66,13 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags
 
 
-
+def stage_edges(joint: fx.GraphModule) -> set[tuple[int, int]]:
+    """(lower stage, higher stage) of every value that crosses stages, either way."""
+    edges = set()
+    for node in joint.graph.nodes:
+        source = node.meta.get("stage")
+        for user in node.users:
+            target = user.meta.get("stage")
+            if source is not None and target is not None and source != target:
+                edges.add((min(source, target), max(source, target)))
+    return edges

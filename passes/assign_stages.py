@@ -221,7 +221,9 @@ def assign_backward(joint: fx.GraphModule, num_stages: int) -> None:
             limits = [n.meta["stage"] for n in sources]
         if own is not None:
             limits.append(own)
-        elif node.meta.get("tangent") is None and any("tangent" in n.meta for n in node.all_input_nodes):
+        elif node.meta.get("tangent") is None and any(
+            "tangent" in n.meta for n in node.all_input_nodes
+        ):
             limits.append(num_stages - 1)
         if limits:
             node.meta["stage"] = min(limits)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.checker import check_schedule
 from fxpipe.errors import ScheduleError
+from fxpipe.log import logger
+from fxpipe.messages import without_messages
+from fxpipe.passes._graph import stage_edges
 from fxpipe.program import Program
 from fxpipe.schedule import Action, Kind, Pair, Schedule, Step
-from fxpipe.schedules import build
+from fxpipe.schedules import resolve
+
+log = logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,39 +37,61 @@ class BuildSchedule:
         schedule = given_or_built(program)
         if self.merge_backward:
             schedule = change_kinds(schedule, {Kind.I: Kind.B, Kind.W: None})
-        check_schedule(schedule, program.num_stages, program.num_microbatches)
         if not program.training:
             schedule = change_kinds(schedule, dict.fromkeys((Kind.I, Kind.W, Kind.B)))
-        return replace(program, schedule=schedule)
+        return replace(program, schedule=without_messages(schedule))
 
 
 def given_or_built(program: Program) -> Schedule:
     wanted = program.options.schedule
-    if isinstance(wanted, str) and not any(c.isspace() for c in wanted.strip()):
-        name = "gpipe" if program.loss is None and program.training else wanted
-        return build(
-            name,
-            stages=program.num_stages,
-            microbatches=program.num_microbatches,
-            ranks=program.num_ranks,
+    backward_later = program.loss is None and program.training
+    if backward_later and isinstance(wanted, str):
+        log.info(
+            "the model returns no scalar loss: forwards run in the call and backwards in backward(), "
+            "in the order of gpipe"
         )
-    schedule = Schedule.parse(wanted) if isinstance(wanted, str) else wanted
+        wanted = "gpipe"
+    schedule = resolve(
+        wanted,
+        stages=program.num_stages,
+        microbatches=program.num_microbatches,
+        ranks=program.num_ranks,
+        forward_edges=stage_edges(program.joint),
+    )
     if program.num_ranks not in (None, schedule.num_ranks):
         raise ScheduleError(
             f"the schedule is for {schedule.num_ranks} ranks, but {program.num_ranks} run"
         )
+    if backward_later:
+        check_forwards_first(schedule)
     return schedule
+
+
+def check_forwards_first(schedule: Schedule) -> None:
+    for rank in range(schedule.num_ranks):
+        kinds = [action.kind for action in schedule.actions(rank)]
+        if Kind.F in kinds[kinds.count(Kind.F) :]:
+            raise ScheduleError(
+                f"the model returns no scalar loss, so backwards start after the call, but rank "
+                f"{rank} of schedule {schedule.name!r} has a backward before its last forward; "
+                f"return the loss from the model or use schedule='gpipe'"
+            )
 
 
 def change_kinds(schedule: Schedule, change: dict[Kind, Kind | None]) -> Schedule:
     """The schedule with kinds replaced, or dropped where the new kind is None."""
 
-    def changed(step: Step) -> list[Step]:
-        if isinstance(step, Pair):
-            backward = changed(step.backward)
-            return [Pair(step.forward, backward[0])] if backward else [step.forward]
-        kind = change.get(step.kind, step.kind)
-        return [] if kind is None else [Action(step.stage, kind, step.microbatch)]
+    def changed(action: Action) -> list[Action]:
+        kind = change.get(action.kind, action.kind)
+        return [] if kind is None else [replace(action, kind=kind)]
 
-    ranks = tuple(tuple(new for step in steps for new in changed(step)) for steps in schedule.ranks)
+    def changed_step(step: Step) -> Sequence[Step]:
+        if not isinstance(step, Pair):
+            return changed(step)
+        backward = changed(step.backward)
+        return [Pair(step.forward, backward[0])] if backward else [step.forward]
+
+    ranks = tuple(
+        tuple(new for step in steps for new in changed_step(step)) for steps in schedule.ranks
+    )
     return Schedule(ranks, schedule.name)

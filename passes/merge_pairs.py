@@ -29,7 +29,10 @@ class MergePairs:
 
     def __call__(self, program: Program) -> Program:
         keys = {
-            (Key(step.forward.stage, step.forward.kind), Key(step.backward.stage, step.backward.kind))
+            (
+                Key(step.forward.stage, step.forward.kind),
+                Key(step.backward.stage, step.backward.kind),
+            )
             for steps in program.schedule.ranks
             for step in steps
             if isinstance(step, Pair)

@@ -31,7 +31,9 @@ class PlanLastUses:
         for key, task in program.tasks.items():
             later = later_reads(program, key)
             last_uses[key] = tuple(
-                name for name in task.inputs if name in kept.get(key.stage, ()) and name not in later
+                name
+                for name in task.inputs
+                if name in kept.get(key.stage, ()) and name not in later
             )
         return replace(program, last_uses=last_uses)
 

@@ -65,7 +65,9 @@ class SplitLoss:
 
     def __call__(self, program: Program) -> Program:
         if program.batch_symbol is None:
-            outputs = (replace(o, join=Join.FIRST) if o.join is Join.SUM else o for o in program.outputs)
+            outputs = (
+                replace(o, join=Join.FIRST) if o.join is Join.SUM else o for o in program.outputs
+            )
             return detach_beside_loss(replace(program, outputs=tuple(outputs)))
         return _Splitter(program).run()
 
@@ -121,7 +123,9 @@ class _Splitter:
         inputs = self.program.inputs + tuple(self.new_inputs())
         model = fx.GraphModule(self.model, self.graph)
         return detach_beside_loss(
-            replace(self.program, model=model, inputs=inputs, outputs=tuple(outputs), prologue=prologue)
+            replace(
+                self.program, model=model, inputs=inputs, outputs=tuple(outputs), prologue=prologue
+            )
         )
 
     # What each node is.
@@ -311,9 +315,11 @@ class _Splitter:
             self.classify(made)
         if given["weight"] is not None and given["weight"] not in self.fixed:
             raise self.refuse(node)
-        dtype = torch.int64 if given["weight"] is None else given["weight"].meta["example_value"].dtype
+        dtype = (
+            torch.int64 if given["weight"] is None else given["weight"].meta["example_value"].dtype
+        )
         count.meta["example_value"] = node.meta["example_value"].new_empty((), dtype=dtype)
-        return self.redo(node, operator.truediv, (total, count), after=total)
+        return self.redo(node, operator.truediv, (total, count), {}, after=total)
 
     def scaled(self, value: Any) -> fx.Node:
         """value * share, in the value's own type."""
@@ -335,7 +341,12 @@ class _Splitter:
         return part
 
     def redo(
-        self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, after: fx.Node | None = None
+        self,
+        node: fx.Node,
+        target: Any,
+        args: Any,
+        kwargs: Any = None,
+        after: fx.Node | None = None,
     ) -> fx.Node:
         """`node` again with other operands, after all that it needs."""
         kwargs = dict(node.kwargs) if kwargs is None else kwargs
@@ -416,7 +427,7 @@ class _Splitter:
         found = []
         for node in self.graph.find_nodes(op="placeholder"):
             if node is self.share:
-                found.append(Input("share", Role.SHARE, "share"))
+                found.append(Input(node.name, Role.SHARE, "share"))
             elif node.name in sources:
                 found.append(Input(node.name, Role.PROLOGUE, sources[node.name]))
         return found
@@ -434,7 +445,9 @@ def dims_of(node: fx.Node) -> list[int] | None:
     given = node.kwargs.get("dim", node.kwargs.get("dims"))
     default: dict[str, int] = {"sort": -1, "argsort": -1, "topk": -1, "diff": -1, "glu": -1}
     default |= {"normalize": 1, "kthvalue": -1, "mode": -1}
-    position = {"topk": 2, "kthvalue": 2, "roll": 2, "normalize": 2, "diff": 2}.get(name_of(node), 1)
+    position = {"topk": 2, "kthvalue": 2, "roll": 2, "normalize": 2, "diff": 2}.get(
+        name_of(node), 1
+    )
     if given is None and len(node.args) > position:
         given = node.args[position]
     if given is None:

@@ -198,9 +198,7 @@ class _Splitter:
         for node in sorted({*draft.nodes, *draft.copied}, key=self.order.__getitem__):
             environment[node] = graph.node_copy(node, environment.__getitem__)
         for name, node in draft.gradients:
-            added = graph.call_function(
-                aten.add_.Tensor, (accumulators[name], environment[node])
-            )
+            added = graph.call_function(aten.add_.Tensor, (accumulators[name], environment[node]))
             added.meta = {**node.meta, "val": accumulators[name].meta["val"]}
         for name, node in draft.writes:
             buffer = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)

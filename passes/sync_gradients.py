@@ -30,7 +30,9 @@ class SyncGradients:
         reductions = {}
         for name, ranks in sorted(holders.items()):
             of_call = program.input(name).role is Role.WHOLE
-            reduction = Reduction(tuple(sorted(ranks)), everyone if of_call else tuple(sorted(ranks)))
+            reduction = Reduction(
+                tuple(sorted(ranks)), everyone if of_call else tuple(sorted(ranks))
+            )
             if len(reduction.receivers) > 1:
                 reductions[name] = reduction
         return replace(program, reductions=reductions)

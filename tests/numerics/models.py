@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -48,7 +48,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Embedding and head share their weight; targets of -100 count for nothing."""
 
-    def __init__(self, vocabulary: int = 11, width: int = 8, length: int = 5, depth: int = 4) -> None:
+    def __init__(
+        self, vocabulary: int = 11, width: int = 8, length: int = 5, depth: int = 2
+    ) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads=2) for _ in range(depth))
@@ -81,7 +83,7 @@ class Residual(nn.Module):
 class ConvNet(nn.Module):
     """Residual blocks; batch norm with statistics unlike those of the batch."""
 
-    def __init__(self, channels: int = 3, depth: int = 3, classes: int = 4) -> None:
+    def __init__(self, channels: int = 3, depth: int = 2, classes: int = 4) -> None:
         super().__init__()
         self.stem = nn.Conv2d(2, channels, 3, padding=1)
         self.blocks = nn.Sequential(*(Residual(channels) for _ in range(depth)))
@@ -135,11 +137,6 @@ class TwoBranch(nn.Module):
         scores = image @ text.T * self.temperature.exp()
         pairs = torch.arange(scores.shape[0])
         return (F.cross_entropy(scores, pairs) + F.cross_entropy(scores.T, pairs)) / 2
-
-
-class Numbers(NamedTuple):
-    loss: torch.Tensor
-    gradients: Gradients
 
 
 @dataclass(frozen=True)
@@ -211,4 +208,6 @@ def gradients_of(model: nn.Module) -> Gradients:
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
     """The norm of the difference is within `limit` of the expected norm."""
     error, scale = float((actual - expected).norm()), float(expected.norm())
-    assert error <= limit * scale, f"{what} is off by {error / max(scale, 1e-300):.1e} (limit {limit})"
+    assert error <= limit * scale, (
+        f"{what} is off by {error / max(scale, 1e-300):.1e} (limit {limit})"
+    )

@@ -1,9 +1,9 @@
-"""One capture of a model, many ways to run it: passes that give the same run once."""
+"""One capture of a model, many ways to run it: passes that would give the same again run once."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,61 +13,72 @@ from fxpipe.capture import Capture, capture
 from fxpipe.lowering.runtime import Step
 from fxpipe.options import Options
 from fxpipe.passes import default_pipeline
-from fxpipe.pipeline import Pass, name_of
+from fxpipe.pipeline import Pass, Pipeline, name_of
 from fxpipe.program import Program
 from tests.numerics.models import Case
 
 
 class SharedCapture:
-    """A compiled model whose step can be exchanged for one with other options.
-
-    Dynamo traces the model once. The passes up to the trace of the joint graph depend on the
-    microbatch's size alone, those that cut it into stages on their number as well; both are kept.
-    """
+    """A compiled model whose step can be exchanged for one with other options."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
+        self.options = Options()
         self.kept: dict[Hashable, Program] = {}
         self.captured: Capture | None = None
-        self.step: Step | None = None
-        self.compiled = torch.compile(case.model(), backend=self.backend)
+        self.model = case.model()
+        self.compiled = torch.compile(self.model, backend=self.backend)
 
     def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         self.captured = capture(gm, inputs, Options.parse(self.case.options))
-        self.use_current_options()
-        return lambda *values: self.step(*values)  # type: ignore[misc]
+        self.step = self.make_step()
+        return lambda *values: self.step(*values)
 
-    def use(self, **options: Any) -> torch.nn.Module:
+    def use(self, **options: Any) -> Any:
         """The compiled model, which from now on runs with these options."""
         self.options = Options.parse({"lowering": "eager", **self.case.options, **options})
         if self.captured is not None:
-            self.use_current_options()
-        return self.compiled  # type: ignore[return-value]
+            self.step = self.make_step()
+        return self.compiled
 
-    def use_current_options(self) -> None:
+    def make_step(self) -> Step:
         assert self.captured is not None
-        self.step = Step(self.captured, self.options, self.build, world_size=1)
+        usual = default_pipeline(self.options)
+        pipeline = KeepingPipeline(usual.passes, usual.optional, self.options, self.kept)
+        return Step(self.captured, self.options, pipeline, world_size=1)
 
-    def build(self, program: Program) -> Program:
-        """What the pipeline makes of a program."""
-        options = program.options
-        rows = program.microbatch_size
-        for pass_ in default_pipeline(options).passes:
-            match name_of(pass_):
-                case "split_loss" | "trace_joint" | "normalize":
-                    program = self.keep((name_of(pass_), rows), pass_, program)
-                case "assign_stages" | "partial_gradients":
-                    program = self.keep((name_of(pass_), rows, options.stages), pass_, program)
-                case _:
-                    program = pass_(program)
-        return program
 
-    def keep(self, key: Hashable, pass_: Pass, program: Program) -> Program:
+@dataclass(frozen=True)
+class KeepingPipeline(Pipeline):
+    """A pipeline that keeps what a pass made, for programs in which it reads the same."""
+
+    kept: dict[Hashable, Program] = field(default_factory=dict)
+
+    def run(self, number: int, pass_: Pass, program: Program) -> Program:
+        key = what_is_read(name_of(pass_), program)
+        if key is None:
+            return super().run(number, pass_, program)
         if key not in self.kept:
-            self.kept[key] = pass_(program)
+            self.kept[key] = super().run(number, pass_, program)
         return replace(
             self.kept[key],
             options=program.options,
             num_microbatches=program.num_microbatches,
             num_ranks=program.num_ranks,
+            schedule=program.schedule,
         )
+
+
+def what_is_read(name: str, program: Program) -> Hashable | None:
+    """What a pass's result depends on within one capture; None: the pass runs each time."""
+    key = name, program.microbatch_size
+    if name in ("split_loss", "trace_joint", "normalize"):
+        return key
+    key = *key, program.options.stages
+    if name in ("assign_stages", "partial_gradients", "make_cuts_dense"):
+        return key
+    if name in ("split_weight_grads", "split_tasks"):
+        ranks = range(program.schedule.num_ranks)
+        actions = (a for rank in ranks for a in program.schedule.actions(rank))
+        return *key, frozenset((a.stage, a.kind) for a in actions)
+    return None

@@ -1,0 +1,196 @@
+"""One execution of a plan: the ranks of this process, step by step, and its place in autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fxpipe.errors import ModelError, RankError
+from fxpipe.lowering.executor import Executor, Paused
+from fxpipe.lowering.rank_program import RankProgram, Slot
+from fxpipe.lowering.transport import GroupTransport, LocalTransport
+from fxpipe.program import Input, Join, Program, Role
+
+Boxes = dict[str, tuple[torch.Tensor, ...]]
+
+
+@dataclass
+class Plan:
+    """Everything for one combination of sizes."""
+
+    programs: tuple[Program, ...]  # one per microbatch
+    rows: tuple[int, ...]  # of each microbatch
+    executors: tuple[Executor, ...]  # of the ranks in this process
+    text: str
+    digest: int
+    shares: tuple[torch.Tensor, ...]
+    timeout: float | None  # seconds; None where all ranks are in this process
+
+    @cached_property
+    def inputs(self) -> Mapping[str, tuple[int, Input]]:
+        """name -> (number, entry); those made by passes come after those of the call."""
+        return {entry.name: (i, entry) for i, entry in enumerate(self.program.inputs)}
+
+    @property
+    def program(self) -> Program:
+        """The program of the first microbatch; the others differ in sizes alone."""
+        return self.programs[0]
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The numbers of the outputs that a run computes, in its order."""
+        return self.executors[0].program.outputs
+
+
+class Run:
+    """One execution of a plan: started by the call, finished by it or by `backward`."""
+
+    def __init__(self, plan: Plan, inputs: Sequence[Any]) -> None:
+        self.plan = plan
+        self.inputs = inputs
+        self.prologue = prologue_values(plan.program, inputs)
+        self.transport: GroupTransport | None = None
+        self.boxes: Boxes = {}
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.done: set[int] = set()
+        self.ranks = [
+            executor.run(self.transport_for(executor.program), self.values(executor.program))
+            for executor in plan.executors
+        ]
+
+    def transport_for(self, program: RankProgram) -> LocalTransport | GroupTransport:
+        if self.plan.timeout is None:
+            return LocalTransport(self.boxes)
+        self.transport = GroupTransport(program.rank, program.messages, self.plan.timeout)
+        return self.transport
+
+    def values(self, program: RankProgram) -> list[Any]:
+        return [self.value(slot) for slot in program.slots]
+
+    def value(self, slot: Slot) -> Any:
+        number, entry = self.plan.inputs[slot.name]
+        if entry.role is Role.PROLOGUE:
+            return self.prologue[slot.name]
+        if slot.microbatch is None:
+            return self.inputs[number]
+        if entry.role is Role.SHARE:
+            return self.plan.shares[slot.microbatch]
+        start = sum(self.plan.rows[: slot.microbatch])
+        rows = self.plan.rows[slot.microbatch]
+        return self.inputs[number].narrow(entry.batch_dim, start, rows).contiguous()
+
+    def start(self) -> tuple[Any, ...]:
+        """Run to the end, or to the pause before the backward; the outputs."""
+        outputs = self.advance(None)
+        self.inputs = ()
+        return outputs
+
+    def finish(self, gradients: Sequence[torch.Tensor]) -> None:
+        """The backward, given the gradients of the outputs."""
+        self.advance(self.split_gradients(gradients))
+
+    def advance(self, given: tuple[torch.Tensor, ...] | None) -> tuple[Any, ...]:
+        """Every rank in turn until each is done or paused. Ranks that wait let others go on."""
+        outputs: dict[int, tuple[Any, ...]] = {}
+        active = [i for i in range(len(self.ranks)) if i not in self.done]
+        waits: dict[int, str | None] = {}
+        while active:
+            before = dict(waits)
+            for i in active:
+                state = self.advance_rank(i, None if i in waits else given)
+                waits[i] = state if isinstance(state, str) else None
+                if not isinstance(state, str):
+                    outputs[i] = state
+            active = [i for i in active if waits[i] is not None]
+            if active and waits == before:
+                raise RankError(f"no rank can go on: they wait for {[waits[i] for i in active]}")
+        if self.transport is not None:
+            self.transport.finish()
+        return outputs.get(0, ())
+
+    def advance_rank(self, i: int, given: tuple[Any, ...] | None) -> str | tuple[Any, ...]:
+        """The message that a rank waits for, or its outputs where it is done or paused."""
+        try:
+            state = self.ranks[i].send(given)
+        except StopIteration as stop:
+            program = self.plan.executors[i].program
+            count = len(program.outputs)
+            self.done.add(i)
+            for name, gradient in zip(program.gradients, stop.value[count:]):
+                self.gradients.setdefault(name, gradient)
+            return tuple(stop.value[:count])
+        return state.outputs if isinstance(state, Paused) else state
+
+    def split_gradients(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """In the order that a pause returns them: per output, per microbatch."""
+        given = dict(zip(self.plan.outputs, gradients))
+        parts: list[torch.Tensor] = []
+        for number, output in enumerate(self.plan.program.outputs):
+            if not output.requires_grad:
+                continue
+            if output.join is Join.CONCATENATE:
+                chunks = given[number].split(list(self.plan.rows), output.dim)
+                parts += [chunk.contiguous() for chunk in chunks]
+            else:
+                parts += [given[number]] * len(self.plan.rows)
+        return tuple(parts)
+
+
+class PipelinedStep(torch.autograd.Function):
+    """The step as one node of autograd: `loss.backward()` hands out the finished gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[Any, ...]:
+        ctx.run = Run(plan, inputs)
+        ctx.plan = plan
+        ctx.count = len(inputs)
+        outputs: tuple[Any, ...] = ctx.run.start()
+        described = [plan.program.outputs[number] for number in plan.outputs]
+        ctx.mark_non_differentiable(
+            *(o for o, about in zip(outputs, described) if not about.requires_grad)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "the gradients of a pipelined step cannot be differentiated again "
+                "(create_graph=True); compute such a penalty on the plain model"
+            )
+        run, plan = ctx.run, ctx.plan
+        if run is None:
+            raise ModelError(
+                "backward was already called on this step and its values are gone; call the model "
+                "again before the next backward"
+            )
+        ctx.run = None
+        if plan.program.loss is None:
+            run.finish(output_gradients)
+            gradients = run.gradients
+        else:
+            by = output_gradients[plan.outputs.index(plan.program.loss)]
+            gradients = scaled(run.gradients, by)
+        names = [entry.name for entry in plan.program.inputs[: ctx.count]]
+        return (None, *(gradients.get(name) for name in names))
+
+
+def scaled(gradients: Mapping[str, torch.Tensor], by: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    """Gradients of the loss times the gradient that the loss is given, mostly 1."""
+    if by.device.type == "cpu" and by.item() == 1.0:
+        return gradients
+    return {name: gradient * by.to(gradient.dtype) for name, gradient in gradients.items()}
+
+
+def prologue_values(program: Program, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+    """What is computed once a step from the whole batch."""
+    if program.prologue is None:
+        return {}
+    names = [entry.name for entry in program.inputs if entry.role is Role.PROLOGUE]
+    with torch.no_grad():
+        values = program.prologue(*inputs)
+    return {name: torch.as_tensor(value) for name, value in zip(names, values)}
