@@ -60,7 +60,8 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
+        for embedding in (self.embedding, self.positions):
+            nn.init.normal_(embedding.weight, std=0.02)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 def train(step: Callable[[Tensor, Tensor], Tensor], model: nn.Module, steps: int) -> list[float]:
     """The loop of any training in PyTorch; the loss of every step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses: list[float] = []
     start = time.perf_counter()
     for number in range(1, steps + 1):

@@ -8,15 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.fx as fx
 
 from fxpipe.capture import capture
-from fxpipe.errors import FxpipeError, OptionError
+from fxpipe.errors import CaptureError, FxpipeError, OptionError
 from fxpipe.log import logger
 from fxpipe.lowering.group import agree, start_group
 from fxpipe.lowering.runtime import Step
 from fxpipe.options import Options
 from fxpipe.passes import default_pipeline
+from fxpipe.torch_private import DynamoControl, own_inductor_cache
 
 log = logger(__name__)
 
@@ -34,13 +36,21 @@ def fxpipe(
     """
     start = time.perf_counter()
     world_size = start_group()
+    if world_size > 1:
+        own_inductor_cache(dist.get_rank())
     try:
         parsed = for_ranks(Options.parse(options), world_size)
         captured = capture(gm, example_inputs, parsed)
         pipeline = default_pipeline(parsed)
         step = Step(captured, parsed, pipeline, world_size)
+    except DynamoControl:
+        raise
     except FxpipeError as error:
         return failure(error, world_size)
+    except Exception as error:
+        broken = CaptureError(f"the capture failed: {type(error).__name__}: {error}")
+        broken.__cause__ = error
+        return failure(broken, world_size)
     log.debug("captured in %.2f s: %d inputs", time.perf_counter() - start, len(captured.inputs))
     return step
 

@@ -6,8 +6,10 @@ Nothing else in the project imports `torch._*`; a test walks the imports to hold
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import sympy
@@ -15,12 +17,14 @@ import torch
 import torch.fx as fx
 
 # Tracing again from inside a backend with the batch marked dynamic: no public way exists. Dynamo
-# restarts at once; with `torch.compile(dynamic=True)` the batch is symbolic from the start.
+# restarts at once when DynamoControl's subclass is raised; with `torch.compile(dynamic=True)` the batch is symbolic from the start.
 from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo.exc import RestartAnalysis as DynamoControl
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
@@ -154,3 +158,13 @@ def inductor_compile(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[.
     with torch.no_grad():
         compiled: Callable[..., Any] = compile_fx(graph, list(inputs))  # type: ignore[assignment]
         return compiled
+
+
+def own_inductor_cache(rank: int) -> None:
+    """Let this process compile into a folder of its own, inside the one that it was given.
+
+    On CPU a process can load a library that another is still writing ("file too short").
+    """
+    folder = Path(cache_dir())
+    if folder.name != f"fxpipe-rank-{rank}":
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"fxpipe-rank-{rank}")

@@ -103,7 +103,7 @@ class Executor:
                 return Instruction(self.wait(message, node), f"wait for {message}", message)
             case instructions.pause:
                 read = self.reader(node.args[0])
-                self.pause = (self.place_unpacked(node), read, self.frees.get(node, ()))
+                self.pause = (self.place_unpacked(node), read, self.free_numbers(node))
                 return Instruction(PAUSE, "pause")
         return Instruction(self.single(node), name)
 

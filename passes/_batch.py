@@ -12,15 +12,15 @@ import sympy
 import torch
 import torch.fx as fx
 
-from fxpipe.passes._graph import ancestors, is_random
+from fxpipe.passes._graph import is_random
 from fxpipe.program import Program, Role, tensors_of
 from fxpipe.torch_private import expression
 
 # Operators whose value may share the storage of their first argument.
 VIEWS = frozenset(
     "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze permute transpose t "
-    "swapaxes movedim expand expand_as getitem getattr select narrow split chunk unbind "
-    "tensor_split diagonal unfold detach alias to type float double half bfloat16 contiguous".split()
+    "swapaxes movedim expand expand_as getitem getattr select narrow split chunk unbind diagonal "
+    "tensor_split unfold detach alias to type float double half bfloat16 contiguous".split()
 )
 IN_PLACE_OPERATORS = frozenset(
     "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul".split()
@@ -42,6 +42,7 @@ class Batch:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.varying: set[fx.Node] = set()
         self.fixed: set[fx.Node] = set()
+        self.same_at_first: set[fx.Node] = set()  # does not vary until something is written to it
         self.roots: dict[fx.Node, fx.Node] = {}
         self.writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
@@ -60,6 +61,8 @@ class Batch:
                 self.varying.add(node)
             if all(n in self.fixed for n in node.all_input_nodes) and not is_random(node):
                 self.fixed.add(node)
+        if node not in self.varying:
+            self.same_at_first.add(node)
         source = shared_with(node)
         self.roots[node] = node if source is None else self.roots[source]
         if is_in_place(node):
@@ -75,6 +78,13 @@ class Batch:
         if node not in self.fixed:
             self.fixed -= family
 
+    def stands_for(self, new: fx.Node, old: fx.Node) -> None:
+        """A node made later is what an old one is."""
+        self.order[new], self.roots[new] = self.order[old], self.roots[old]
+        for facts in (self.varying, self.fixed):
+            if old in facts:
+                facts.add(new)
+
     def sizes(self, node: Any) -> list[sympy.Expr]:
         """The shape of a tensor; of all tensors after one another where there are several."""
         return [expression(size) for value in values_of(node) for size in value.shape]
@@ -89,34 +99,45 @@ class Batch:
     def is_batched(self, node: Any) -> bool:
         return any(map(self.holds_batch, self.sizes(node)))
 
-    def is_constant(self, node: Any) -> bool:
-        """Whether a value is the same for every microbatch, once the prologue has run."""
+    def is_constant(self, node: Any, user: fx.Node | None = None) -> bool:
+        """Whether a value is the same for every microbatch, once the prologue has run.
+
+        With `user`: as that node sees it, whatever is written to it afterwards.
+        """
         if not isinstance(node, fx.Node) or node not in self.varying:
             return True
-        return node in self.fixed and not self.is_batched(node)
+        if node in self.fixed and not self.is_batched(node):
+            return True
+        unchanged = user is not None and self.changed_between(node, node, user) is None
+        return unchanged and node in self.same_at_first
 
     def changed_between(self, node: fx.Node, start: fx.Node, end: fx.Node) -> fx.Node | None:
         """The first in-place operation on a value after `start` and before `end`, if any."""
         for writer in self.writers.get(self.roots.get(node, node), ()):
-            if self.order[start] < self.order[writer] < self.order[end]:
+            if self.order[start] < self.order.get(writer, -1) < self.order[end]:
                 return writer
         return None
 
     def with_writers(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """The nodes, all that they are computed from, and what changes any of it in place."""
+        """The nodes, all that they are computed from, and what changed any of it before its use."""
         needed: set[fx.Node] = set()
-        wanted = list(nodes)
-        while wanted:
-            new = ancestors(wanted) - needed
-            needed |= new
-            wanted = [w for n in new for w in self.writers.get(self.roots.get(n, n), ())]
+        stack = list(nodes)
+        while stack:
+            node = stack.pop()
+            if node in needed:
+                continue
+            needed.add(node)
+            for source in node.all_input_nodes:
+                stack.append(source)
+                writers = self.writers.get(self.roots.get(source, source), ())
+                stack.extend(w for w in writers if self.order[w] < self.order.get(node, -1))
         return needed
 
     def remove_dead(self, graph: fx.Graph) -> None:
-        """FX's own removal knows no in-place operations on what is still read."""
+        """FX's own removal would drop an in-place operation on what is still read."""
         kept = (n for n in graph.nodes if n.op in ("placeholder", "output") or n.is_impure())
         of_inputs = (w for root, ws in self.writers.items() if root.op == "placeholder" for w in ws)
-        alive = self.with_writers([*kept, *(w for w in of_inputs if w.graph is graph)])
+        alive = self.with_writers([*kept, *of_inputs])
         for node in reversed(graph.nodes):
             if node not in alive:
                 graph.erase_node(node)
@@ -126,6 +147,8 @@ def name_of(node: fx.Node) -> str:
     """`add` for torch.add, Tensor.add and Tensor.add_ alike; `iadd` for operator.iadd."""
     if node.op == "call_method":
         return str(node.target).rstrip("_")
+    if node.op != "call_function":
+        return ""
     return getattr(node.target, "__name__", str(node.target)).strip("_")
 
 

@@ -84,6 +84,6 @@ class Prologue:
                 continue
             found.add(node)
             stack.extend(node.all_input_nodes)
-            root = self.batch.roots.get(model_node.get(node, node))
-            stack.extend(self.origin[w] for w in self.batch.writers.get(root, ()) if root)
+            root = self.batch.roots.get(model_node.get(node, node), node)
+            stack.extend(self.origin[writer] for writer in self.batch.writers.get(root, ()))
         return found

@@ -60,7 +60,7 @@ BROADCAST_LOSSES = frozenset(
 POSITIONS = frozenset("arange range linspace logspace randperm tril_indices triu_indices".split())
 KEEPS_POSITIONS = frozenset(
     "unsqueeze squeeze view reshape flatten expand expand_as to long int clone contiguous detach "
-    "getattr zeros_like ones_like empty_like full_like size dim numel".split()
+    "getattr".split()
 )
 INDEXED = frozenset(
     "gather index_select take_along_dim index_add index_copy index_fill scatter scatter_add "
@@ -78,7 +78,7 @@ def check_rows_stay_apart(gm: fx.GraphModule, batch: Batch) -> None:
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             rows.check_input(node)
-        elif node.op in ("call_function", "call_method") and is_tensor(node):
+        elif node.op in ("call_function", "call_method"):
             rows.check(node)
         elif node.op == "get_attr":
             check_inner_graph(getattr(gm, str(node.target), None), rows)
@@ -89,10 +89,10 @@ def check_inner_graph(inner: Any, rows: _Rows) -> None:
     if not isinstance(inner, fx.GraphModule):
         return
     for node in inner.graph.nodes:
-        if node.op not in ("call_function", "call_method") or not is_tensor(node):
+        if node.op not in ("call_function", "call_method"):
             continue
         rows.check(node)
-        if any(map(rows.batch.is_batched, node.all_input_nodes)):
+        if is_tensor(node) and any(map(rows.batch.is_batched, node.all_input_nodes)):
             if not rows.batch.is_batched(node):
                 raise ModelError(
                     f"a reduction over the batch inside of a checkpoint or another nested graph, "
@@ -113,13 +113,15 @@ class _Rows:
         expected = [entry.batch_dim] if entry.role is Role.BATCH else []
         if found != expected:
             raise ModelError(
-                f"argument {entry.path!r} has the size of the batch in dimensions {found}, expected "
-                f"one dimension at most, by default the first; {INSTEAD}, or name another with "
+                f"argument {entry.path!r} has the size of the batch in dimensions {found}, "
+                f"expected one, by default the first; {INSTEAD}, or name another with "
                 f"options={{'batch_dims': {{{entry.path!r}: {found[-1]}}}}}"
             )
         self.follow_rows(node)
 
     def check(self, node: fx.Node) -> None:
+        if not is_tensor(node) and name_of(node) != "setitem":
+            return
         for value in values_of(node):
             self.check_shape(node, [expression(size) for size in value.shape])
         name = name_of(node)
@@ -145,11 +147,15 @@ class _Rows:
                 f"a value compares every row of the batch with every other, at {where(node)}, so "
                 f"the batch cannot be split; {ADVICE}"
             )
-        if held and not is_count(held[0] / self.batch.symbol):
+        if held and not self.is_times_batch(held[0]):
             raise ModelError(
                 f"a value has {held[0]} rows where the batch has {self.batch.symbol}, at "
                 f"{where(node)}, so it is no sum of the microbatches' rows; {INSTEAD}"
             )
+
+    def is_times_batch(self, size: sympy.Expr) -> bool:
+        times = sympy.cancel(size / self.batch.symbol)
+        return is_count(times) and not self.batch.holds_batch(times)
 
     def check_along(self, node: fx.Node, name: str) -> None:
         source = operand(node)
@@ -217,9 +223,11 @@ class _Rows:
     # Indices.
 
     def check_index(self, node: fx.Node) -> None:
-        source, index = node.args[:2]
-        if not is_tensor(source) or len(values_of(source)) > 1:
+        source, index, *written = node.args
+        if not isinstance(source.meta.get("example_value"), torch.Tensor):
             return
+        if self.positions.intersection(n for n in written if isinstance(n, fx.Node)):
+            raise self.position_as_number(node)
         held = self.batch.dims(source)
         for dim, count, item in places_of(index, values_of(source)[0].dim()):
             covers = any(dim <= d < dim + count for d in held)
@@ -240,10 +248,10 @@ class _Rows:
             raise self.position_as_number(node)
 
     def takes_whole_rows(self, node: fx.Node, item: Any) -> bool:
-        """Whether a slice begins at a multiple of the batch; a row's number is for arguments."""
+        """Whether a slice is of whole batches. A row's number may pick from arguments alone."""
         if isinstance(item, slice):
-            start = self.as_expression(item.start)
-            whole = start == 0 or is_count(start / self.batch.symbol)
+            bounds = [bound for bound in (item.start, item.stop) if bound not in (None, 0)]
+            whole = all(self.is_times_batch(self.as_expression(bound)) for bound in bounds)
             return whole and item.step in (None, 1)
         read_only = name_of(node) == "getitem" and not any(map(is_in_place, node.users))
         return read_only and node in self.batch.fixed
@@ -251,7 +259,7 @@ class _Rows:
     def as_expression(self, bound: Any) -> sympy.Expr:
         if isinstance(bound, fx.Node):
             bound = bound.meta.get("example_value")
-        return sympy.Integer(0) if bound is None else expression(bound)
+        return expression(bound)
 
     def check_indexed(self, node: fx.Node, name: str) -> None:
         source = operand(node)
@@ -292,7 +300,7 @@ class _Rows:
 def is_count(value: sympy.Expr) -> bool:
     """Whether an expression is a whole number of at least 1 whatever its symbols are."""
     value = sympy.cancel(value)
-    return bool(value.is_integer) and bool(value.is_positive) and value.is_polynomial()
+    return bool(value.is_integer and value.is_positive and value.is_polynomial())
 
 
 def counts_from_zero(node: fx.Node) -> bool:
@@ -318,7 +326,7 @@ def dims_along(node: fx.Node, name: str, rank: int) -> Iterable[int]:
         given = given if isinstance(given, (tuple, list)) else [given]
         return [d for d in given if isinstance(d, int)]
     if name in ALONG_FIXED:
-        return ALONG_FIXED[name] if rank > 1 or "loss" in name else range(rank)
+        return ALONG_FIXED[name] if rank > 1 else range(rank)
     if name in ("layer_norm", "rms_norm"):
         return range(-len(argument(node, 1, "normalized_shape") or ()), 0)
     if name == "group_norm":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,18 +13,35 @@ import torch
 import torch.fx as fx
 
 from fxpipe.errors import ModelError
-from fxpipe.passes._graph import ancestors, copy_graph, is_random
-from fxpipe.program import Input, Join, Output, Program, Role, tensors_of, where
-from fxpipe.torch_private import expression
+from fxpipe.passes._batch import (
+    Batch,
+    argument,
+    is_floating,
+    is_tensor,
+    name_of,
+    operand,
+    values_of,
+)
+from fxpipe.passes._graph import copy_graph
+from fxpipe.passes._prologue import Prologue
+from fxpipe.passes._rows import ADVICE, check_rows_stay_apart
+from fxpipe.program import Input, Join, Output, Program, Role, where
 
-ADD = {"add": operator.add, "iadd": operator.add, "sub": operator.sub, "isub": operator.sub}
-SCALE = {"mul": operator.mul, "imul": operator.mul, "multiply": operator.mul}
-DIVIDE = dict.fromkeys(("div", "truediv", "itruediv", "divide", "true_divide"), operator.truediv)
+SUMS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    **dict.fromkeys(("add", "iadd"), (operator.add, torch.add)),
+    **dict.fromkeys(("sub", "isub"), (operator.sub, torch.sub)),
+}
+PRODUCTS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("mul", "imul", "multiply"), operator.mul),
+    **dict.fromkeys(("matmul", "mm", "mv", "dot", "bmm", "inner"), torch.matmul),
+}
+QUOTIENTS = frozenset("div truediv itruediv divide true_divide".split())
 LINEAR = frozenset(
     "neg negative pos positive clone contiguous detach float double half bfloat16 to type type_as "
-    "view reshape flatten squeeze unsqueeze permute transpose t expand getitem select stack cat "
-    "concat sum mean alias".split()
+    "view reshape flatten squeeze unsqueeze permute transpose t expand getitem select sum mean "
+    "alias".split()
 )
+JOINED = frozenset("stack cat concat hstack vstack".split())
 # Losses whose reduction="mean" divides by the number of elements, or of rows, alone.
 MEAN_LOSSES = frozenset(
     "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss "
@@ -32,15 +50,14 @@ MEAN_LOSSES = frozenset(
     "multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss".split()
 )
 WEIGHTED_MEAN_LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss".split())
-# Operators that mix what lies along their `dim`: along the batch they would mix microbatches.
-ALONG_DIM = frozenset(
-    "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort argsort topk flip "
-    "roll normalize diff glu kthvalue mode median std var".split()
+# Operators that take sizes as sizes or places. To all others a size is a number.
+TAKE_SIZES = frozenset(
+    "view reshape expand repeat tile broadcast_to flatten unflatten narrow select split chunk "
+    "tensor_split getitem setitem unfold as_strided repeat_interleave pad interpolate one_hot "
+    "zeros ones empty full new_zeros new_ones new_empty new_full rand randn randint randperm "
+    "arange range linspace eye tril_indices triu_indices layer_norm rms_norm sum_to_size topk "
+    "tensor scalar_tensor".split()
 )
-POSITIONS = frozenset("arange linspace range eye tril_indices triu_indices".split())
-INDEXING = frozenset("getitem gather index_select take_along_dim index scatter setitem".split())
-ARITHMETIC = frozenset({*ADD, *SCALE, *DIVIDE, "pow", "floordiv", "mod", "rsub", "fmod"})
-ADVICE = "options={'loss_reduction': 'mean'} (or 'sum') says that microbatch losses may be averaged"
 
 
 @dataclass(frozen=True)
@@ -65,11 +82,11 @@ class SplitLoss:
 
     def __call__(self, program: Program) -> Program:
         if program.batch_symbol is None:
-            outputs = (
+            outputs = [
                 replace(o, join=Join.FIRST) if o.join is Join.SUM else o for o in program.outputs
-            )
+            ]
             return detach_beside_loss(replace(program, outputs=tuple(outputs)))
-        return _Splitter(program).run()
+        return detach_beside_loss(_Splitter(program).run())
 
 
 def detach_beside_loss(program: Program) -> Program:
@@ -91,130 +108,36 @@ def detach_beside_loss(program: Program) -> Program:
 class _Splitter:
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.symbol = program.batch_symbol
         self.word = program.options.loss_reduction
         self.model, _ = copy_graph(program.model)
         self.graph = self.model.graph
-        placeholders = self.graph.find_nodes(op="placeholder")
-        self.inputs = dict(zip(placeholders, program.inputs))
-        self.varying: set[fx.Node] = set()
-        self.fixed: set[fx.Node] = set()  # made of arguments alone: the prologue may compute it
-        for node in self.graph.nodes:
-            self.classify(node)
-        self.parts: dict[fx.Node, fx.Node] = {}
-        self.hoisted: dict[fx.Node, fx.Node] = {}
+        self.batch = Batch(program, self.graph)
+        self.prologue = Prologue(self.model, self.batch)
+        self.parts: dict[fx.Node, Any] = {}
         self.share: fx.Node | None = None
 
     def run(self) -> Program:
+        self.batch.remove_dead(self.graph)
         if self.word is None:
-            self.graph.eliminate_dead_code()
-            self.check_rows_stay_apart()
-            self.replace_batch_sizes_in_arithmetic()
+            check_rows_stay_apart(self.model, self.batch)
+            self.move_sizes_used_as_numbers()
         end = self.graph.output_node()
         returned = list(end.args[0])
         outputs = [self.split(i, o, returned) for i, o in enumerate(self.program.outputs)]
         end.args = (tuple(returned),)
-        self.graph.eliminate_dead_code()
-        self.hoist_arguments_alone()
+        self.batch.remove_dead(self.graph)
         if self.word is None:
+            self.move_arguments_alone()
             self.check_every_reduction_was_split()
-        prologue = self.make_prologue()
-        self.graph.eliminate_dead_code()
-        inputs = self.program.inputs + tuple(self.new_inputs())
-        model = fx.GraphModule(self.model, self.graph)
-        return detach_beside_loss(
-            replace(
-                self.program, model=model, inputs=inputs, outputs=tuple(outputs), prologue=prologue
-            )
+        prologue = self.prologue.graph()
+        self.batch.remove_dead(self.graph)
+        return replace(
+            self.program,
+            model=fx.GraphModule(self.model, self.graph),
+            inputs=self.program.inputs + tuple(self.new_inputs()),
+            outputs=tuple(outputs),
+            prologue=prologue,
         )
-
-    # What each node is.
-
-    def classify(self, node: fx.Node) -> None:
-        if node in self.inputs:
-            entry = self.inputs[node]
-            of_batch = entry.role is Role.SIZE and self.symbol in entry.size.free_symbols
-            if entry.role is Role.BATCH or of_batch:
-                self.varying.add(node)
-            if entry.role is not Role.PARAMETER and not entry.requires_grad:
-                self.fixed.add(node)
-        elif node.op != "output":
-            sources = node.all_input_nodes
-            if any(source in self.varying for source in sources):
-                self.varying.add(node)
-            known = node.op in ("call_function", "call_method") and not is_random(node)
-            if known and all(source in self.fixed for source in sources):
-                self.fixed.add(node)
-
-    def batch_dims(self, node: Any) -> list[sympy.Expr]:
-        """The sizes of a node's value that hold the batch."""
-        values = tensors_of(node.meta.get("example_value")) if isinstance(node, fx.Node) else []
-        sizes = [expression(size) for value in values for size in value.shape]
-        return [size for size in sizes if self.symbol in size.free_symbols]
-
-    def is_batched(self, node: Any) -> bool:
-        return bool(self.batch_dims(node))
-
-    def is_tensor(self, node: Any) -> bool:
-        return isinstance(node, fx.Node) and bool(tensors_of(node.meta.get("example_value")))
-
-    def is_constant(self, node: Any) -> bool:
-        """Whether a value is the same for every microbatch, once the prologue has run."""
-        if not isinstance(node, fx.Node) or node not in self.varying:
-            return True
-        return node in self.fixed and not self.is_batched(node) and self.word is None
-
-    # Refusals.
-
-    def check_rows_stay_apart(self) -> None:
-        for node in self.graph.nodes:
-            if node.op not in ("call_function", "call_method") or not self.is_tensor(node):
-                continue
-            for value in tensors_of(node.meta["example_value"]):
-                dims = [s for s in map(expression, value.shape) if self.symbol in s.free_symbols]
-                if len(dims) > 1:
-                    raise ModelError(
-                        f"a value compares every row of the batch with every other, at "
-                        f"{where(node)}, so the batch cannot be split; {ADVICE}"
-                    )
-            if name_of(node) in ALONG_DIM:
-                self.check_dim(node)
-            if name_of(node) in POSITIONS and self.is_batched(node):
-                self.check_positions(node)
-
-    def check_dim(self, node: fx.Node) -> None:
-        source = node.args[0] if node.args else None
-        if not self.is_tensor(source):
-            return
-        shape = [expression(size) for size in tensors_of(source.meta["example_value"])[0].shape]
-        dims = dims_of(node)
-        along = range(len(shape)) if dims is None else [d % len(shape) for d in dims]
-        if any(self.symbol in shape[d].free_symbols for d in along):
-            raise ModelError(
-                f"{name_of(node)} along the batch dimension mixes microbatches, at {where(node)}; "
-                f"compute it outside of the model, or use one microbatch"
-            )
-
-    def check_positions(self, node: fx.Node) -> None:
-        """`arange(batch)` may pick each row's own entries; as a number it would start over."""
-        for user in node.users:
-            if name_of(user) in LINEAR - {"sum", "mean", "getitem"}:
-                self.check_positions(user)
-            elif name_of(user) not in INDEXING:
-                raise ModelError(
-                    f"the row's position in the batch is used as a number, at {where(user)}, which "
-                    f"differs inside a microbatch; pass the positions as an argument"
-                )
-
-    def check_every_reduction_was_split(self) -> None:
-        for node in self.graph.nodes:
-            if node.op == "output" or not self.is_tensor(node) or node in self.inputs:
-                continue
-            if node in self.varying and not self.is_batched(node) and node not in self.fixed:
-                raise ModelError(
-                    f"a reduction over the batch is used before the loss, at {where(node)}, so "
-                    f"microbatches would see another value; {ADVICE}"
-                )
 
     def refuse(self, node: fx.Node) -> ModelError:
         return ModelError(
@@ -222,60 +145,87 @@ class _Splitter:
             f"microbatches' parts do not add up to it; {ADVICE}"
         )
 
+    def check_every_reduction_was_split(self) -> None:
+        for node in self.graph.nodes:
+            if node.op not in ("call_function", "call_method") or not is_tensor(node):
+                continue
+            if node in self.batch.same_at_first or self.batch.is_constant(node):
+                continue
+            if node in self.batch.varying and not self.batch.is_batched(node):
+                raise ModelError(
+                    f"a reduction over the batch is used before the loss, at {where(node)}, "
+                    f"so microbatches would see another value; {ADVICE}"
+                )
+
     # The split.
 
     def split(self, index: int, output: Output, returned: list[Any]) -> Output:
-        node = returned[index]
+        node, end = returned[index], self.graph.output_node()
         if output.join is not Join.SUM:
             return output
-        if self.is_constant(node):
-            return replace(output, join=Join.FIRST)
         if self.word is not None:
-            returned[index] = self.scaled(node) if self.word == "mean" else node
+            if not isinstance(node, fx.Node) or node not in self.batch.varying:
+                return replace(output, join=Join.FIRST)
+            returned[index] = self.scaled(node, node, end) if self.word == "mean" else node
+        elif self.batch.is_constant(node):
+            return replace(output, join=Join.FIRST)
         else:
-            returned[index] = self.part(node)
+            returned[index] = self.part(node, end)
         return output
 
-    def part(self, node: Any) -> Any:
-        """A value whose sum over the microbatches is the whole batch's value of `node`."""
-        if not isinstance(node, fx.Node) or self.is_constant(node):
-            return self.scaled(node)
+    def part(self, node: Any, user: fx.Node) -> Any:
+        """What adds up over the microbatches to the whole batch's `node`, as `user` sees it."""
+        if self.batch.is_constant(node, user):
+            return self.scaled(node, user if user.op != "output" else node, user)
+        if writer := self.batch.changed_between(node, node, user):
+            raise self.refuse(writer)
         if node not in self.parts:
             self.parts[node] = self.split_node(node)
         return self.parts[node]
 
     def split_node(self, node: fx.Node) -> fx.Node:
         name = name_of(node)
-        first = node.args[0] if node.args else None
-        operands = [a for a in node.args[:2] if not self.is_constant(a)]
-        if name in ADD and not any(map(self.is_batched, operands)):
-            return self.redo(node, ADD[name], tuple(map(self.part, node.args)))
-        if name in SCALE and len(operands) == 1 and not self.is_batched(operands[0]):
-            args = tuple(a if self.is_constant(a) else self.part(a) for a in node.args)
-            return self.redo(node, SCALE[name], args)
-        if name in DIVIDE and operands == [first] and not self.is_batched(first):
-            return self.redo(node, DIVIDE[name], (self.part(first), *node.args[1:]))
-        if name in LINEAR and not any(map(self.is_batched, node.all_input_nodes)):
-            args = fx.node.map_arg(node.args, lambda n: n if self.is_constant(n) else self.part(n))
-            return self.redo(node, node.target, args)
-        if name == "sum" and self.is_batched(first):
-            return self.counted(node)
-        if name == "mean" and self.is_batched(first):
-            return self.weighted(node, first)
+        if name in JOINED and node.args and not self.batch.is_batched(node):
+            parts = [self.part(item, node) for item in node.args[0]]
+            return self.made(node, node.target, (parts, *node.args[1:]), node.kwargs)
+        operands = [a for a in node.args[:2] if not self.batch.is_constant(a, node)]
+        if any(map(self.batch.is_batched, operands)) or not operands:
+            return self.split_reduction(node, name)
+        if name in SUMS and len(node.args) == 2:
+            by_operator, by_function = SUMS[name]
+            args = tuple(self.part(a, node) for a in node.args)
+            return self.made(node, by_function if node.kwargs else by_operator, args, node.kwargs)
+        if name in PRODUCTS and len(operands) == 1 and len(node.args) == 2:
+            args = tuple(self.part(a, node) if a is operands[0] else a for a in node.args)
+            return self.made(node, PRODUCTS[name], args)
+        if name in QUOTIENTS and operands == [node.args[0]] and not node.kwargs:
+            return self.made(node, operator.truediv, (self.part(operands[0], node), node.args[1]))
+        return self.split_linear(node, name)
+
+    def split_linear(self, node: fx.Node, name: str) -> fx.Node:
+        first, *rest = node.args
+        in_words = all(map(self.batch.is_constant, node.all_input_nodes[1:]))
+        if name not in LINEAR or not in_words or is_floating(first) > is_floating(node):
+            raise self.refuse(node)
+        return self.made(node, node.target, (self.part(first, node), *rest), node.kwargs)
+
+    def split_reduction(self, node: fx.Node, name: str) -> fx.Node:
+        if name == "sum":
+            return self.made(node, node.target, node.args, node.kwargs)
+        if name == "mean":
+            return self.weighted(node, operand(node))
         if name in MEAN_LOSSES or name in ("cross_entropy", "nll_loss"):
             return self.split_loss_function(node, name)
         raise self.refuse(node)
 
-    def counted(self, node: fx.Node) -> fx.Node:
-        """The microbatch's own value, marked as split."""
-        return self.redo(node, node.target, node.args)
-
     def weighted(self, node: fx.Node, reduced: fx.Node) -> fx.Node:
-        for value in tensors_of(reduced.meta["example_value"]):
-            count = sympy.prod([expression(size) for size in value.shape])
-            if self.symbol in sympy.simplify(count / self.symbol).free_symbols:
+        """A mean over a number of elements that grows with the batch, times the share."""
+        for value in values_of(reduced):
+            count = sympy.prod(self.batch.sizes(reduced)) if value.dim() else sympy.Integer(1)
+            if self.batch.holds_batch(sympy.cancel(count / self.batch.symbol)):
                 raise self.refuse(node)
-        return self.scaled(self.counted(node))
+        same = self.made(node, node.target, node.args, node.kwargs)
+        return self.scaled(same, node, node)
 
     def split_loss_function(self, node: fx.Node, name: str) -> fx.Node:
         try:
@@ -286,173 +236,143 @@ class _Splitter:
         given = bound.arguments
         if given.get("size_average") is not None or given.get("reduce") is not None:
             raise self.refuse(node)
-        if given["reduction"] == "sum":
-            return self.counted(node)
+        batched = next(n for n in node.all_input_nodes if self.batch.is_batched(n))
+        outer = given["reduction"] == "batchmean" and 0 not in self.batch.dims(batched)
+        if given["reduction"] == "sum" or outer:
+            return self.made(node, node.target, node.args, node.kwargs)
         if name in ("cross_entropy", "nll_loss"):
             return self.split_cross_entropy(node, given)
         if name in WEIGHTED_MEAN_LOSSES and given.get("weight") is not None:
             raise self.refuse(node)
-        return self.weighted(node, next(n for n in node.all_input_nodes if self.is_batched(n)))
+        return self.weighted(node, batched)
 
     def split_cross_entropy(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
         """mean = sum / (the whole batch's count, or weight, of targets that are not ignored)."""
-        target = given["target"]
-        if target.meta["example_value"].is_floating_point():
+        target, weight = given["target"], given["weight"]
+        if is_floating(target):
             return self.weighted(node, target)
-        if target not in self.fixed:
+        if target not in self.batch.fixed or (
+            weight is not None and weight not in self.batch.fixed
+        ):
             raise self.refuse(node)
-        arguments = {**given, "reduction": "sum"}
-        total = self.redo(node, node.target, (), arguments)
-        with self.graph.inserting_before(total):
-            kept = self.graph.call_function(operator.ne, (target, given["ignore_index"]))
-            if given["weight"] is not None:  # the weight of each target is its share of the count
-                index = self.graph.call_function(torch.where, (kept, target, 0))
-                picked = self.graph.call_function(operator.getitem, (given["weight"], index))
-                kept = self.graph.call_function(torch.where, (kept, picked, 0))
-            count = self.graph.call_method("sum", (kept,))
-        for made in sorted(ancestors([count]) - ancestors([target]), key=self.position):
-            made.meta = {k: v for k, v in node.meta.items() if k != "example_value"}
-            self.classify(made)
-        if given["weight"] is not None and given["weight"] not in self.fixed:
-            raise self.refuse(node)
-        dtype = (
-            torch.int64 if given["weight"] is None else given["weight"].meta["example_value"].dtype
-        )
-        count.meta["example_value"] = node.meta["example_value"].new_empty((), dtype=dtype)
-        return self.redo(node, operator.truediv, (total, count), {}, after=total)
+        total = self.made(node, node.target, (), {**given, "reduction": "sum"})
+        count = self.count_targets(node, given)
+        return self.made(node, operator.truediv, (total, count))
 
-    def scaled(self, value: Any) -> fx.Node:
-        """value * share, in the value's own type."""
-        if not isinstance(value, fx.Node):
-            if value == 0:
-                return value
-            after, dtype = self.share_node(), torch.get_default_dtype()
-        else:
-            after, dtype = value, value.meta["example_value"].dtype
-            if not dtype.is_floating_point:
-                raise self.refuse(value)
-        with self.graph.inserting_after(max(after, self.share_node(), key=self.position)):
+    def count_targets(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+        origin, source = self.prologue.origin, self.prologue.source.graph
+        target, weight, dtype = origin[given["target"]], given["weight"], torch.int64
+        with source.inserting_after(origin[node]):
+            made = source.call_function(operator.ne, (target, given["ignore_index"]))
+        if weight is not None:  # the weight of each target is its share of the count
+            dtype = values_of(weight)[0].dtype
+            with source.inserting_after(made):
+                index = source.call_function(torch.where, (made, target, 0))
+            with source.inserting_after(index):
+                picked = source.call_function(operator.getitem, (origin[weight], index))
+            with source.inserting_after(picked):
+                made = source.call_function(torch.where, (made, picked, 0))
+        with source.inserting_after(made):
+            count = source.call_method("sum", (made,))
+        return self.prologue.give(count, values_of(node)[0].new_empty((), dtype=dtype), "targets")
+
+    def scaled(self, value: Any, like: Any, before: fx.Node) -> Any:
+        """value * share, in the type of the value that `like` has."""
+        if not isinstance(value, fx.Node) and value == 0:
+            return value
+        dtype = values_of(like)[0].dtype
+        if not dtype.is_floating_point:
+            raise self.refuse(like)
+        with self.graph.inserting_before(before):
             share = self.graph.call_method("to", (self.share_node(), dtype))
-        with self.graph.inserting_after(share):
             part = self.graph.call_function(operator.mul, (value, share))
-        for made in (share, part):
-            made.meta = dict(after.meta) if isinstance(value, fx.Node) else {}
-            self.parts.setdefault(made, made)
+        share.meta = {k: v for k, v in like.meta.items() if k != "example_value"}
+        part.meta = dict(like.meta)
+        self.batch.order[share] = self.batch.order[part] = self.batch.order[before]
         return part
 
-    def redo(
-        self,
-        node: fx.Node,
-        target: Any,
-        args: Any,
-        kwargs: Any = None,
-        after: fx.Node | None = None,
-    ) -> fx.Node:
-        """`node` again with other operands, after all that it needs."""
-        kwargs = dict(node.kwargs) if kwargs is None else kwargs
-        needs = [n for n in (node, after) if n is not None]
-        fx.node.map_arg(args, lambda n: needs.append(n))
-        with self.graph.inserting_after(max(needs, key=self.position)):
-            method = node.op == "call_method" and isinstance(target, str)
+    def made(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        """`node` again with other operands, at the same place."""
+        method = isinstance(target, str)
+        with self.graph.inserting_before(node):
             create = self.graph.call_method if method else self.graph.call_function
-            if not method and target in (operator.add, operator.sub) and kwargs.get("alpha"):
-                target = torch.add if target is operator.add else torch.sub
-            made = create(target, args, kwargs)
-        made.meta = dict(node.meta)
-        self.parts.setdefault(made, made)
-        return made
-
-    def position(self, node: fx.Node) -> int:
-        return {n: i for i, n in enumerate(self.graph.nodes)}[node]
+            result = create(
+                target.rstrip("_") if method else target, tuple(args), dict(kwargs or {})
+            )
+        result.meta = dict(node.meta)
+        self.batch.order[result] = self.batch.order[node]
+        return result
 
     def share_node(self) -> fx.Node:
         if self.share is None:
-            last = self.graph.find_nodes(op="placeholder")[-1]
-            with self.graph.inserting_after(last):
+            with self.graph.inserting_after(self.graph.find_nodes(op="placeholder")[-1]):
                 self.share = self.graph.placeholder("share")
         return self.share
 
     # The prologue.
 
-    def replace_batch_sizes_in_arithmetic(self) -> None:
+    def move_sizes_used_as_numbers(self) -> None:
         """A batch size used as a number is the whole batch's: `x.sum() / x.shape[0]`."""
         for node in list(self.graph.nodes):
-            if name_of(node) not in ARITHMETIC or not self.is_tensor(node):
+            if node.op not in ("call_function", "call_method") or not is_tensor(node):
                 continue
-            for source in node.all_input_nodes:
-                if source in self.varying and not self.is_tensor(source):
-                    node.replace_input_with(source, self.hoist(source))
+            if name_of(node) in TAKE_SIZES or takes_graph(node):
+                self.check_fill_value(node)
+                continue
+            sizes = [
+                n for n in node.all_input_nodes if n in self.batch.varying and not is_tensor(n)
+            ]
+            for size in sizes:
+                node.replace_input_with(size, self.prologue.move(size))
+            if any(isinstance(n.meta.get("example_value"), (float, torch.SymFloat)) for n in sizes):
+                self.keep_type(node)
 
-    def hoist_arguments_alone(self) -> None:
+    def check_fill_value(self, node: fx.Node) -> None:
+        place = {"full": 1, "new_full": 2}.get(name_of(node))
+        if place is not None and self.batch.is_batched(node):
+            if not isinstance(value := argument(node, place, "fill_value"), fx.Node):
+                return
+            if value in self.batch.varying:
+                raise ModelError(
+                    f"the batch size fills a tensor, at {where(node)}, and would be the "
+                    f"microbatch's; multiply a tensor of ones by it"
+                )
+
+    def keep_type(self, node: fx.Node) -> None:
+        """A number in a tensor of its own takes part in the choice of the result's type."""
+        with self.graph.inserting_after(node):
+            same = self.graph.call_method("to", (node, values_of(node)[0].dtype))
+        same.meta = dict(node.meta)
+        node.replace_all_uses_with(same, lambda user: user is not same)
+        self.prologue.origin[same] = self.prologue.origin[node]
+        self.batch.stands_for(same, node)
+
+    def move_arguments_alone(self) -> None:
         """Constants that vary with the batch come from the prologue."""
-        if self.word is not None:
-            return
-        end = self.graph.output_node()
-        for node in list(self.graph.nodes):
-            if node in self.inputs or node in self.hoisted or not self.is_tensor(node):
-                continue
-            if not (node in self.varying and self.is_constant(node)):
-                continue
-            if any(user is end or user not in self.fixed for user in node.users):
-                keep = [user for user in node.users if user in self.fixed and user is not end]
-                made = self.hoist(node)
-                node.replace_all_uses_with(made, lambda user, keep=keep: user not in keep)
-
-    def hoist(self, node: fx.Node) -> fx.Node:
-        if node not in self.hoisted:
-            last = self.graph.find_nodes(op="placeholder")[-1]
-            with self.graph.inserting_after(last):
-                made = self.graph.placeholder(f"prologue_{len(self.hoisted)}")
-            made.meta["example_value"] = node.meta.get("example_value")
-            self.hoisted[node] = made
-        return self.hoisted[node]
-
-    def make_prologue(self) -> fx.GraphModule | None:
-        if not self.hoisted:
-            return None
-        graph = fx.Graph()
-        environment: dict[fx.Node, fx.Node] = {}
-        for node in self.inputs:
-            environment[node] = graph.placeholder(node.name)
-        needed = ancestors(self.hoisted)
-        for node in self.graph.nodes:
-            if node in needed and node not in environment:
-                environment[node] = graph.node_copy(node, environment.__getitem__)
-        graph.output(tuple(environment[node] for node in self.hoisted))
-        return fx.GraphModule(self.model, graph)
+        movable = {
+            node
+            for node in self.graph.nodes
+            if is_tensor(node)
+            and node in self.batch.varying
+            and node not in self.batch.inputs
+            and self.batch.is_constant(node)
+        }
+        for node in [n for n in self.graph.nodes if n in movable]:
+            for user in [user for user in node.users if user not in movable]:
+                if self.batch.changed_between(node, user, self.graph.output_node()):
+                    raise self.refuse(user)
+                user.replace_input_with(node, self.prologue.move(node))
 
     def new_inputs(self) -> list[Input]:
         """In the order of their placeholders, which all come after the captured ones."""
-        sources = {made.name: node.name for node, made in self.hoisted.items()}
         found = []
         for node in self.graph.find_nodes(op="placeholder"):
             if node is self.share:
-                found.append(Input(node.name, Role.SHARE, "share"))
-            elif node.name in sources:
-                found.append(Input(node.name, Role.PROLOGUE, sources[node.name]))
+                found.append(Input("share", Role.SHARE, "share"))
+            elif entry := self.prologue.input_of(node):
+                found.append(entry)
         return found
 
 
-def name_of(node: fx.Node) -> str:
-    """`add` for operator.add, operator.iadd's target, Tensor.add and Tensor.add_ alike."""
-    if node.op == "call_method":
-        return str(node.target).rstrip("_")
-    return getattr(node.target, "__name__", str(node.target)).strip("_")
-
-
-def dims_of(node: fx.Node) -> list[int] | None:
-    """The `dim` of an operator, or None where it takes all of them."""
-    given = node.kwargs.get("dim", node.kwargs.get("dims"))
-    default: dict[str, int] = {"sort": -1, "argsort": -1, "topk": -1, "diff": -1, "glu": -1}
-    default |= {"normalize": 1, "kthvalue": -1, "mode": -1}
-    position = {"topk": 2, "kthvalue": 2, "roll": 2, "normalize": 2, "diff": 2}.get(
-        name_of(node), 1
-    )
-    if given is None and len(node.args) > position:
-        given = node.args[position]
-    if given is None:
-        fallback = default.get(name_of(node))
-        return None if fallback is None else [fallback]
-    if isinstance(given, (tuple, list)):
-        return [d for d in given if isinstance(d, int)]
-    return [given] if isinstance(given, int) else None
+def takes_graph(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "higher_order"

@@ -89,8 +89,24 @@ def rename(program: Program, traced: fx.GraphModule) -> tuple[fx.GraphModule, li
             continue
         results.append(make_result(program, *described))
         outputs.append(environment[value] if isinstance(value, fx.Node) else value)
+    return_inputs_that_are_replaced(graph, outputs, results)
     graph.output(tuple(outputs))
     return fx.GraphModule(traced, graph), results
+
+
+def return_inputs_that_are_replaced(
+    graph: fx.Graph, outputs: list[Any], results: list[Result]
+) -> None:
+    """An output that is a buffer's new value is the buffer itself: `self.count += 1`."""
+    inputs = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    replaced = {
+        value: inputs[str(result.target)]
+        for value, result in zip(outputs, results)
+        if result.kind == "mutation"
+    }
+    for i, result in enumerate(results):
+        if result.kind == "output" and outputs[i] in replaced:
+            outputs[i] = replaced[outputs[i]]
 
 
 def make_placeholder(program: Program, graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -18,6 +18,7 @@ from fxpipe.pipeline import name_of
 from fxpipe.program import Key, Program, Role, Task
 from fxpipe.schedule import Kind
 from fxpipe.text import format_graph
+from fxpipe.torch_private import expression
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,22 @@ class Captured:
 
     def program(self, rows: int, microbatches: int = 2, ranks: int | None = None) -> Program:
         """The program for microbatches of `rows` rows, before the first pass."""
-        sizes = {s: v for s, v in self.sizes.items()}
+        sizes = self.sizes
         if self.capture.batch_symbol is not None:
             sizes[self.capture.batch_symbol] = rows
         return self.capture.program(self.options, sizes, microbatches, ranks)
 
     @property
     def sizes(self) -> dict[Any, int]:
-        given = zip(self.capture.inputs, self.values)
-        return {i.size: int(value) for i, value in given if i.role is Role.SIZE}
+        """The value of every symbol of the trace."""
+        found: dict[Any, int] = {}
+        for node, value in zip(self.capture.model.graph.find_nodes(op="placeholder"), self.values):
+            example = node.meta["example_value"]
+            shapes = (
+                (example.shape, value.shape) if isinstance(value, Tensor) else ([example], [value])
+            )
+            found |= {expression(size): int(number) for size, number in zip(*shapes)}
+        return {symbol: number for symbol, number in found.items() if symbol.is_Symbol}
 
 
 def captured(model: Callable[..., Any], *arguments: Any, **options: Any) -> Captured:
@@ -96,7 +104,9 @@ def staged_text(program: Program, *marks: str) -> str:
 # Running a program, microbatch by microbatch.
 
 
-def microbatches(given: Captured, program: Program, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+def microbatches(
+    given: Captured, program: Program, rows: Sequence[int]
+) -> Iterator[dict[str, Any]]:
     """Per microbatch, the value of every input of the model graph by name."""
     whole = dict(zip((i.name for i in given.capture.inputs), given.values))
     if program.prologue is not None:
@@ -105,6 +115,7 @@ def microbatches(given: Captured, program: Program, rows: Sequence[int]) -> Iter
             whole |= zip(names, map(torch.as_tensor, program.prologue(*given.values)))
     start = 0
     for count in rows:
+        sizes = {**given.sizes, program.batch_symbol: count}
         values = dict(whole)
         for entry in program.inputs:
             if entry.role is Role.BATCH:
@@ -113,7 +124,7 @@ def microbatches(given: Captured, program: Program, rows: Sequence[int]) -> Iter
             elif entry.role is Role.SHARE:
                 values[entry.name] = torch.tensor(count / sum(rows), dtype=torch.float64)
             elif entry.role is Role.SIZE:
-                values[entry.name] = int(entry.size.subs({program.batch_symbol: count}))
+                values[entry.name] = int(entry.size.subs(sizes))
         start += count
         yield values
 
@@ -201,13 +212,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """A GPT with tied embedding and head, and cross entropy that ignores the padding -100."""
 
-    def __init__(self, layers: int = 2, dim: int = 8, length: int = 4, vocabulary: int = 11) -> None:
+    def __init__(self, layers: int = 2, dim: int = 8, length: int = 4, words: int = 11) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens = nn.Embedding(vocabulary, dim)
+        self.tokens = nn.Embedding(words, dim)
         self.positions = nn.Embedding(length, dim)
         self.blocks = nn.ModuleList([Block(dim, 2) for _ in range(layers)])
-        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.head = nn.Linear(dim, words, bias=False)
         self.head.weight = self.tokens.weight
         self.register_buffer("causal", torch.ones(length, length).triu(1).bool())
         self.double()

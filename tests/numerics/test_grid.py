@@ -1,4 +1,4 @@
-"""A pipelined step gives eager's loss, gradients and trained parameters, at every point of a grid."""
+"""A pipelined step gives eager's loss, gradients and trained parameters over a whole grid."""
 
 from __future__ import annotations
 
