@@ -173,7 +173,14 @@ def main() -> int:
     say("plain eager PyTorch, one process, the same batches:")
     plain_losses = train(plain, plain, arguments.steps)
     time_schedules(start, arguments.lowering)
-    say("%g %g %g" % (abs(loss/plain_loss-1), gradients, max(abs(a/b-1) for a,b in zip(losses, plain_losses))))
+    say(
+        "%g %g %g"
+        % (
+            abs(loss / plain_loss - 1),
+            gradients,
+            max(abs(a / b - 1) for a, b in zip(losses, plain_losses)),
+        )
+    )
     if WORLD_SIZE > 1:
         dist.destroy_process_group()
     return 0

@@ -20,10 +20,13 @@ def check_schedule(
     num_stages: int | None = None,
     num_microbatches: int | None = None,
     forward_edges: Edges | None = None,
+    *,
+    training: bool = True,
 ) -> None:
     """Raise ScheduleError unless the schedule runs every task once, in order, to the end.
 
-    For every stage and microbatch: one F, then either one B, or one I and one W, on F's rank.
+    For every stage and microbatch: one F, then either one B, or one I and one W, on F's rank;
+    without `training` the F alone.
     Data flows along `forward_edges`, pairs (source stage, target stage), and gradients the other
     way; without them along the chain of stages. Messages, where there are any, must be matched,
     lie between their producer and its consumer, and be sent and received in the same order.
@@ -31,7 +34,7 @@ def check_schedule(
     stages = schedule.num_stages if num_stages is None else num_stages
     microbatches = schedule.num_microbatches if num_microbatches is None else num_microbatches
     edges = chain(stages) if forward_edges is None else set(forward_edges)
-    check = _Check(schedule, stages, microbatches, edges, is_chain=forward_edges is None)
+    check = _Check(schedule, stages, microbatches, edges, forward_edges is None, training)
     check.once()
     check.complete()
     if check.messages:
@@ -43,9 +46,16 @@ def check_schedule(
 
 class _Check:
     def __init__(
-        self, schedule: Schedule, stages: int, microbatches: int, edges: Edges, is_chain: bool
+        self,
+        schedule: Schedule,
+        stages: int,
+        microbatches: int,
+        edges: Edges,
+        is_chain: bool,
+        training: bool,
     ) -> None:
         self.schedule, self.edges, self.is_chain = schedule, edges, is_chain
+        self.training = training
         self.stages, self.microbatches = stages, microbatches
         self.tasks: dict[tuple[Kind, int, int], _Place] = {}
         self.messages: dict[Action, _Place] = {}
@@ -98,12 +108,15 @@ class _Check:
     def _check_task(self, stage: int, microbatch: int) -> None:
         found = {k: p for k in _TASKS if (p := self.tasks.get((k, stage, microbatch))) is not None}
         kinds = tuple(found)
-        if kinds not in _COMPLETE:
+        if kinds not in (_COMPLETE if self.training else _FORWARD):
             names = ", ".join(f"{stage}{kind}{microbatch}" for kind in kinds) or "nothing"
+            backward = (
+                f"then either {stage}B{microbatch}, or {stage}I{microbatch} and "
+                f"{stage}W{microbatch}"
+            )
             self.fail(
                 f"stage {stage} has {names} for microbatch {microbatch}, expected "
-                f"{stage}F{microbatch} and then either {stage}B{microbatch}, or "
-                f"{stage}I{microbatch} and {stage}W{microbatch}",
+                f"{stage}F{microbatch} and {backward if self.training else 'nothing else'}",
                 next(iter(found.values()), None),
             )
         home = found[Kind.F][0]
@@ -201,6 +214,7 @@ class _Check:
 
 _TASKS = (Kind.F, Kind.B, Kind.I, Kind.W)
 _COMPLETE = ((Kind.F, Kind.B), (Kind.F, Kind.I, Kind.W))
+_FORWARD = ((Kind.F,),)
 
 
 def _other_end(action: Action) -> Action:

@@ -14,6 +14,9 @@ from fxpipe.program import tensors_of
 # What an element that is read or written costs, in floating point operations: a matrix product of
 # the sizes that models have does about this many per element moved.
 FLOPS_PER_ELEMENT = 16
+# What a byte costs that is sent to another rank: 50 Gflop/s and 1 GB/s for a core and loopback, a
+# thousand times as much of both for an accelerator and its links.
+FLOPS_PER_BYTE_SENT = 50
 
 
 def flops(node: fx.Node) -> int:
@@ -36,3 +39,7 @@ def cost(node: fx.Node) -> int:
 
 def elements(value: Any) -> int:
     return sum(int(tensor.numel()) for tensor in tensors_of(value))
+
+
+def bytes_of(value: Any) -> int:
+    return sum(int(tensor.numel()) * tensor.dtype.itemsize for tensor in tensors_of(value))

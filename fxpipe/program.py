@@ -29,6 +29,8 @@ class Role(str, Enum):
     SIZE = "size"  # an integer
     PROLOGUE = "prologue"  # computed once a step from the whole batch, then a constant
     SHARE = "share"  # the microbatch's rows / the batch's rows
+    SEED = "seed"  # of a random operator: another number each step, for each microbatch
+    WHOLE_SEED = "whole seed"  # the same number for all microbatches of a step
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,24 @@ class Reduction(NamedTuple):
     receivers: tuple[int, ...]
 
 
+class Balance(NamedTuple):
+    """What each stage costs, and would with equally many modules each: floating point operations.
+
+    Messages are counted on both sides; see fxpipe.flops for how bytes become operations.
+    """
+
+    costs: tuple[float, ...]
+    equal: tuple[float, ...]
+
+    def __str__(self) -> str:
+        costs, equal = (" ".join(f"{cost / 1e6:.3g}" for cost in side) for side in self)
+        slower = max(self.equal) / max(1, *self.costs)
+        return (
+            f"{len(self.costs)} stages of {costs} Mflop; equally many modules each: {equal}, the "
+            f"slowest {slower:.2f} times as slow"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """See the module. Fields are empty until the pass that fills them has run."""
@@ -153,7 +173,12 @@ class Program:
     joint: fx.GraphModule = None  # from TraceJoint on
     results: tuple[Result, ...] = ()  # of the joint graph's outputs
     num_stages: int = 0
+    balance: Balance | None = None  # of `stages="auto"`
+    # Node, parameter or buffer -> its stages in an earlier trace of the model, where they stay.
+    places: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     schedule: Schedule = Schedule(())  # without ranks until BuildSchedule
+    # stage -> the ranks that hold it; a batch of few microbatches may use only some of them
+    holders: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     tasks: Mapping[Key, Task] = field(default_factory=dict)
     pairs: Mapping[tuple[Key, Key], PairTask] = field(default_factory=dict)
     edges: Mapping[Edge, tuple[str, ...]] = field(default_factory=dict)

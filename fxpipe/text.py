@@ -189,6 +189,7 @@ def _wrap(head: str, value: Any, text: str) -> list[str]:
 def format_program(program: Program) -> str:
     """Everything that a pass sees, the graphs in their latest form: model, joint, or tasks."""
     parts = [_summary(program)]
+    parts += [f"stages='auto' made {program.balance}"] if program.balance is not None else []
     parts.append("\n".join(["inputs", *map(_input, program.inputs)]))
     parts.append("\n".join(["outputs", *map(_output, program.outputs)]))
     if program.schedule.num_ranks:

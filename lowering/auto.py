@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.fx as fx
 
+from fxpipe import schedules
 from fxpipe.choose import Choice, choose
 from fxpipe.costs import Costs
-from fxpipe.errors import OptionError
+from fxpipe.errors import FxpipeError, RankError
+from fxpipe.flops import bytes_of
 from fxpipe.log import logger
+from fxpipe.memory import bytes_of_limit
+from fxpipe.options import Options
 from fxpipe.program import Key, Program, Role, Task
 from fxpipe.schedule import Action, Kind, Schedule
+from fxpipe.schedules.family import BIDIRECTIONAL, BIDIRECTIONAL_V
 
 log = logger(__name__)
 REPEATS = 5
+# What adding up gradients in one process takes, per byte that is read.
 SECONDS_PER_BYTE_OF_MEMORY = 1e-10
+
+Compile = Callable[[fx.GraphModule], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds: of each task, and of a message, which takes `message + bytes * per_byte`."""
+
+    tasks: Mapping[Key, float]
+    message: float = 0.0
+    per_byte: float = 0.0
 
 
 def probe_schedule(num_stages: int) -> Schedule:
@@ -32,42 +49,100 @@ def probe_schedule(num_stages: int) -> Schedule:
 
 
 def choose_schedule(
-    program: Program,
-    compile_graph: Callable[[fx.GraphModule], Any],
-    num_ranks: int,
-    microbatches: int,
-) -> Choice:
+    program: Program, compile_graph: Compile, num_ranks: int, options: Options
+) -> Schedule:
     """The best schedule for a program that was built with `probe_schedule`.
 
-    Each rank measures some of the stages; rank 0 decides and all ranks follow.
+    Each rank measures some of the stages; rank 0 decides and all ranks follow. Where one of them
+    fails, all raise.
     """
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    rank = dist.get_rank() if world > 1 else 0
-    own = {
-        key: measure(task, compile_graph)
-        for key, task in program.tasks.items()
-        if key.stage % world == rank
-    }
-    times = own
-    if world > 1:
-        gathered: list[dict[Key, float]] = [{} for _ in range(world)]
-        dist.all_gather_object(gathered, own)
-        times = {key: seconds for part in gathered for key, seconds in part.items()}
-    costs = costs_of(program, times, seconds_per_byte(program) if world > 1 else 0.0)
-    choice: list[Any] = [None]
-    if rank == 0:
-        choice[0] = choose(
-            program.num_stages, microbatches, num_ranks, costs, memory_bytes(program)
-        )  # fmt: skip
-        log.info("schedule='auto' took %s: %s", choice[0].name, choice[0].reason)
-        log.debug("%s", choice[0])
-    if world > 1:
-        dist.broadcast_object_list(choice, 0)
-    chosen: Choice = choice[0]
+    if world == 1:
+        tasks = measure_tasks(program, compile_graph, range(program.num_stages))
+        return decide(program, Times(tasks), num_ranks, options)
+    rank = dist.get_rank()
+    own = range(rank, program.num_stages, world)
+    parts = everywhere(attempt(lambda: measure_tasks(program, compile_graph, own)), world)
+    message, per_byte = measure_messages(program)
+    times = Times({k: t for part in parts for k, t in part.items()}, message, per_byte)
+    decided = attempt(lambda: decide(program, times, num_ranks, options)) if rank == 0 else None
+    chosen: Schedule = everywhere(decided, world)[0]
     return chosen
 
 
-def measure(task: Task, compile_graph: Callable[[fx.GraphModule], Any]) -> float:
+def decide(program: Program, times: Times, num_ranks: int, options: Options) -> Schedule:
+    choice = choice_for(program, times, num_ranks, options)
+    log.info("schedule='auto' took %s", choice)
+    return choice.schedule
+
+
+def choice_for(program: Program, times: Times, num_ranks: int, options: Options) -> Choice:
+    """The best schedule given all times; the same program and times give the same choice.
+
+    Raises OptionError where nothing keeps the option `memory_limit`.
+    """
+    values = program.joint.graph.find_nodes(op="placeholder")
+    device = next((n.meta["val"].device for n in values if is_tensor(n.meta["val"])), None)
+    families: list[str] | None = None
+    if any(task.writes for task in program.tasks.values()):
+        # Copies of a written buffer would drift apart, so no stage may be on two ranks.
+        families = [
+            name
+            for name, family in schedules.families().items()
+            if family.placement not in (BIDIRECTIONAL, BIDIRECTIONAL_V)
+        ]
+    return choose(
+        program.num_stages,
+        options.microbatches,
+        num_ranks,
+        costs_of(program, times),
+        bytes_of_limit(options.memory_limit, device),
+        families,
+    )
+
+
+# Agreement of ranks.
+
+
+def attempt(work: Callable[[], Any]) -> Any:
+    """What `work` returns, or the error that it raises, as a value."""
+    try:
+        return work()
+    except Exception as error:
+        return error
+
+
+def everywhere(own: Any, world: int) -> list[Any]:
+    """Each rank's value, on all ranks; an error among them is raised on all."""
+    text = str(own) if isinstance(own, FxpipeError) else repr(own)
+    told = (type(own) if isinstance(own, FxpipeError) else RankError, text)
+    parts: list[Any] = [None] * world
+    dist.all_gather_object(parts, told if isinstance(own, Exception) else (None, own))
+    if isinstance(own, Exception):
+        raise own
+    for rank, (kind, value) in enumerate(parts):
+        if kind is not None:
+            raise kind(f"schedule='auto' failed on rank {rank}: {value}")
+    return [value for _, value in parts]
+
+
+# Times.
+
+
+def measure_tasks(
+    program: Program, compile_graph: Compile, stages: Sequence[int]
+) -> dict[Key, float]:
+    """The times of the tasks of some stages. Random numbers of the training stay as they are."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices):
+        return {
+            key: measure(task, compile_graph)
+            for key, task in program.tasks.items()
+            if key.stage in stages
+        }
+
+
+def measure(task: Task, compile_graph: Compile) -> float:
     """Seconds of a task on made-up values, the median of a few runs after the first."""
     function = compile_graph(task.graph)
     inputs = [make_value(n.meta["val"]) for n in task.graph.graph.find_nodes(op="placeholder")]
@@ -90,37 +165,58 @@ def make_value(fake: Any) -> Any:
     return made.fill_(0.01) if made.is_floating_point() else made.zero_()
 
 
-def costs_of(program: Program, times: Mapping[Key, float], per_byte: float) -> Costs:
+def measure_messages(program: Program) -> tuple[float, float]:
+    """Seconds of a message between ranks 0 and 1: of any, and more per byte."""
+    sizes = [size_of(program, names) for names in program.edges.values()]
+    largest = max(sizes, default=0)
+    if not largest:
+        return 0.0, 0.0
+    device = next(iter(program.joint.graph.find_nodes(op="placeholder"))).meta["val"].device
+    small, large = (there_and_back(size, device) for size in (1, largest))
+    return small, max(0.0, large - small) / largest
+
+
+def there_and_back(size: int, device: torch.device) -> float:
+    """Half of what a message of so many bytes and its answer take; 0 on ranks from 2 on."""
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+    rank, seconds = dist.get_rank(), []
+    for _ in range(2 * REPEATS + 1 if rank < 2 else 0):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            if sender == rank:
+                dist.send(buffer, 1 - rank)
+            else:
+                dist.recv(buffer, 1 - rank)
+        seconds.append((time.perf_counter() - start) / 2)
+    return statistics.median(seconds[1:]) if seconds else 0.0
+
+
+# Costs.
+
+
+def costs_of(program: Program, times: Times) -> Costs:
+    """Times and sizes of the program's stages: seconds and bytes."""
     stages = range(program.num_stages)
 
     def seconds(kind: Kind) -> list[float]:
-        return [times.get(Key(stage, kind), 0.0) for stage in stages]
+        return [times.tasks.get(Key(stage, kind), 0.0) for stage in stages]
 
-    edges = {
-        (edge.source, edge.target): float(bytes_of(program, names))
-        for edge, names in program.edges.items()
-        if edge.forward
-    }
-    back = {
-        (edge.source, edge.target): float(bytes_of(program, names))
-        for edge, names in program.edges.items()
-        if not edge.forward
-    }
+    sizes = {(e.source, e.target): size_of(program, names) for e, names in program.edges.items()}
+    weights = [size_of(program, weights_of(program, stage)) for stage in stages]
+    gradients = [size_of(program, trained_by(program, stage)) for stage in stages]
+    per_byte = max(times.per_byte, SECONDS_PER_BYTE_OF_MEMORY)
     return Costs(
         F=seconds(Kind.F),
         I=seconds(Kind.I),
         W=seconds(Kind.W),
         B=seconds(Kind.B),
-        transfer={edge: size * per_byte for edge, size in (edges | back).items()},
-        edges=edges,
-        activations=[float(bytes_of(program, kept(program, stage))) for stage in stages],
-        saved_for_w=[float(bytes_of(program, left_for_w(program, stage))) for stage in stages],
-        weights=[float(bytes_of_weights(program, stage)) for stage in stages],
+        transfer={edge: times.message + size * times.per_byte for edge, size in sizes.items()},
+        edges={(a, b): float(size) for (a, b), size in sizes.items() if a < b},
+        activations=[float(size_of(program, kept(program, stage))) for stage in stages],
+        saved_for_w=[float(size_of(program, left_for_w(program, stage))) for stage in stages],
+        weights=[float(own + of) for own, of in zip(weights, gradients)],
         # A sum over replicas sends the gradients, or within a process reads and adds them.
-        reduce=[
-            bytes_of_weights(program, stage) / 2 * max(per_byte, SECONDS_PER_BYTE_OF_MEMORY)
-            for stage in stages
-        ],
+        reduce=[times.message + size * per_byte for size in gradients],
     )
 
 
@@ -135,7 +231,8 @@ def kept(program: Program, stage: int) -> set[str]:
         if key.stage == stage and key.kind is not Kind.F
         for name in task.inputs
     }
-    return {name for name in held & read if not is_gradient(program, name)}
+    values = {node.name: node for node in program.joint.graph.nodes}
+    return {name for name in held & read if not values[name].meta.get("backward")}
 
 
 def left_for_w(program: Program, stage: int) -> set[str]:
@@ -143,68 +240,25 @@ def left_for_w(program: Program, stage: int) -> set[str]:
     return kept(program, stage) & set(task.inputs if task else ())
 
 
-def is_gradient(program: Program, name: str) -> bool:
-    return bool(node_of(program, name).meta.get("backward"))
+def weights_of(program: Program, stage: int) -> set[str]:
+    """The parameters that a stage reads."""
+    tasks = [task for key, task in program.tasks.items() if key.stage == stage]
+    read = {name for task in tasks for name in task.inputs}
+    return {i.name for i in program.inputs if i.role is Role.PARAMETER and i.name in read}
 
 
-def node_of(program: Program, name: str) -> fx.Node:
-    return next(node for node in program.joint.graph.nodes if node.name == name)
+def trained_by(program: Program, stage: int) -> set[str]:
+    """The parameters whose gradients a stage adds up."""
+    tasks = [task for key, task in program.tasks.items() if key.stage == stage]
+    return {name for task in tasks for name in task.accumulates}
 
 
-def bytes_of(program: Program, names: Sequence[str] | set[str]) -> int:
-    values = [node_of(program, name).meta["val"] for name in names]
-    return sum(math.prod(v.shape) * v.dtype.itemsize for v in values if isinstance(v, torch.Tensor))
+def size_of(program: Program, names: Sequence[str] | set[str]) -> int:
+    """The bytes of values of the joint graph."""
+    wanted = set(names)
+    nodes = program.joint.graph.nodes
+    return sum(bytes_of(node.meta.get("val")) for node in nodes if node.name in wanted)
 
 
-def bytes_of_weights(program: Program, stage: int) -> int:
-    """Parameters and their gradients."""
-    parameters = {i.name for i in program.inputs if i.role is Role.PARAMETER}
-    used = {
-        name
-        for key, task in program.tasks.items()
-        if key.stage == stage
-        for name in task.inputs
-        if name.removeprefix("acc_") in parameters
-    }
-    return bytes_of(program, {name.removeprefix("acc_") for name in used}) + bytes_of(
-        program, {name.removeprefix("acc_") for name in used if name.startswith("acc_")}
-    )
-
-
-def seconds_per_byte(program: Program) -> float:
-    """A message between the first two ranks, there and back, by the size of the largest edge."""
-    sizes = [bytes_of(program, names) for names in program.edges.values()]
-    size = max(sizes, default=0)
-    if not size:
-        return 0.0
-    device = next(iter(program.joint.graph.find_nodes(op="placeholder"))).meta["val"].device
-    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    seconds = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        if dist.get_rank() == 0:
-            dist.send(buffer, 1)
-            dist.recv(buffer, 1)
-        elif dist.get_rank() == 1:
-            dist.recv(buffer, 0)
-            dist.send(buffer, 0)
-        seconds.append((time.perf_counter() - start) / 2)
-    return statistics.median(seconds[1:]) / size
-
-
-def memory_bytes(program: Program) -> float | None:
-    """The option `memory_limit` in bytes: as it is, or a fraction of what the device has."""
-    limit = program.options.memory_limit
-    if limit is None or limit > 1:
-        return limit
-    if torch.cuda.is_available():
-        return limit * torch.cuda.get_device_properties(0).total_memory
-    try:
-        with open("/proc/meminfo") as lines:
-            total = next(int(line.split()[1]) for line in lines if line.startswith("MemTotal"))
-    except OSError as error:
-        raise OptionError(
-            f"memory_limit={limit} is a fraction, but this machine's memory is unknown ({error}); "
-            f"give it in bytes"
-        ) from error
-    return limit * total * 1024
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

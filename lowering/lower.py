@@ -190,7 +190,7 @@ class RankBuilder:
         entry = program.input(name)
         if entry.role is Role.SIZE:
             return int(entry.size.subs(program.sizes))
-        split = entry.role in (Role.BATCH, Role.SHARE)
+        split = entry.role in (Role.BATCH, Role.SHARE, Role.SEED)
         return self.slot(Slot(name, microbatch if split else None))
 
     def slot(self, slot: Slot) -> fx.Node:

@@ -14,6 +14,7 @@ from fxpipe.lowering.executor import Executor, Paused
 from fxpipe.lowering.rank_program import RankProgram, Slot
 from fxpipe.lowering.transport import GroupTransport, LocalTransport
 from fxpipe.program import Input, Join, Program, Role
+from fxpipe.random import draw_seed, seeds_of_step
 
 Boxes = dict[str, tuple[torch.Tensor, ...]]
 
@@ -29,11 +30,24 @@ class Plan:
     digest: int
     shares: tuple[torch.Tensor, ...]
     timeout: float | None  # seconds; None where all ranks are in this process
+    compared: bool = False  # whether ranks have compared the parameters that they share
 
     @cached_property
     def inputs(self) -> Mapping[str, tuple[int, Input]]:
         """name -> (number, entry); those made by passes come after those of the call."""
         return {entry.name: (i, entry) for i, entry in enumerate(self.program.inputs)}
+
+    @cached_property
+    def seeds(self) -> Mapping[str, tuple[int, torch.device]]:
+        """name of an input that random numbers are drawn from -> (place in the model, device)."""
+        roles = (Role.SEED, Role.WHOLE_SEED)
+        names = [entry.name for entry in self.program.inputs if entry.role in roles]
+        nodes = {n.name: n for n in self.program.joint.graph.find_nodes(op="placeholder")}
+        return {name: (i, nodes[name].meta["val"].device) for i, name in enumerate(names)}
+
+    def draw_seed(self) -> int:
+        """The seed of the next step; a model without random operators draws none."""
+        return draw_seed() if self.seeds else 0
 
     @property
     def program(self) -> Program:
@@ -49,10 +63,11 @@ class Plan:
 class Run:
     """One execution of a plan: started by the call, finished by it or by `backward`."""
 
-    def __init__(self, plan: Plan, inputs: Sequence[Any]) -> None:
+    def __init__(self, plan: Plan, inputs: Sequence[Any], seed: int) -> None:
         self.plan = plan
         self.inputs = inputs
         self.prologue = prologue_values(plan.program, inputs)
+        self.seeds = seed_values(plan, seed)
         self.transport: GroupTransport | None = None
         self.boxes: Boxes = {}
         self.gradients: dict[str, torch.Tensor] = {}
@@ -75,6 +90,10 @@ class Run:
         number, entry = self.plan.inputs[slot.name]
         if entry.role is Role.PROLOGUE:
             return self.prologue[slot.name]
+        if slot.name in self.plan.seeds:
+            place, device = self.plan.seeds[slot.name]
+            row = 0 if slot.microbatch is None else 1 + slot.microbatch
+            return self.seeds[device][row][place]
         if slot.microbatch is None:
             return self.inputs[number]
         if entry.role is Role.SHARE:
@@ -144,8 +163,8 @@ class PipelinedStep(torch.autograd.Function):
     """The step as one node of autograd: `loss.backward()` hands out the finished gradients."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *inputs: Any) -> tuple[Any, ...]:
-        ctx.run = Run(plan, inputs)
+    def forward(ctx: Any, plan: Plan, seed: int, *inputs: Any) -> tuple[Any, ...]:
+        ctx.run = Run(plan, inputs, seed)
         ctx.plan = plan
         ctx.count = len(inputs)
         outputs: tuple[Any, ...] = ctx.run.start()
@@ -176,7 +195,7 @@ class PipelinedStep(torch.autograd.Function):
             by = output_gradients[plan.outputs.index(plan.program.loss)]
             gradients = scaled(run.gradients, by)
         names = [entry.name for entry in plan.program.inputs[: ctx.count]]
-        return (None, *(gradients.get(name) for name in names))
+        return (None, None, *(gradients.get(name) for name in names))
 
 
 def scaled(gradients: Mapping[str, torch.Tensor], by: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -194,3 +213,12 @@ def prologue_values(program: Program, inputs: Sequence[Any]) -> dict[str, torch.
     with torch.no_grad():
         values = program.prologue(*inputs)
     return {name: torch.as_tensor(value) for name, value in zip(names, values)}
+
+
+def seed_values(plan: Plan, seed: int) -> Mapping[torch.device, Sequence[tuple[torch.Tensor, ...]]]:
+    """device -> rows as `seeds_of_step` has them -> a seed for each place in the model."""
+    if not plan.seeds:
+        return {}
+    table = seeds_of_step(seed, len(plan.rows), len(plan.seeds))
+    devices = {device for _, device in plan.seeds.values()}
+    return {device: [row.unbind() for row in table.to(device)] for device in devices}

@@ -12,13 +12,13 @@ import torch
 
 from fxpipe import ownership
 from fxpipe.capture import Capture
-from fxpipe.choose import Choice
 from fxpipe.dump import Dump
-from fxpipe.errors import FxpipeError, RankError
+from fxpipe.errors import FxpipeError, ModelError, RankError
 from fxpipe.log import logger
 from fxpipe.lowering.auto import choose_schedule, probe_schedule
+from fxpipe.lowering.decisions import Decisions, decisions_for, holders_of, with_trained
 from fxpipe.lowering.executor import Executor
-from fxpipe.lowering.group import agree, digest
+from fxpipe.lowering.group import agree, compare_parameters, digest
 from fxpipe.lowering.lower import lower
 from fxpipe.lowering.run import PipelinedStep, Plan, Run, prologue_values
 from fxpipe.lowering.tasks import TaskCompiler
@@ -47,17 +47,19 @@ class Step:
         self.fronts: dict[Any, Program] = {}
         self.programs: dict[Any, Program] = {}
         self.plans: dict[Any, Plan] = {}
-        self.choices: dict[int, Choice] = {}
+        self.decisions: Decisions | None = None
+        self.schedule: Schedule | None = None
+        self.node_places: dict[str, tuple[int, ...]] = {}
         self.bindings = bind_symbols(capture)
         self.numbers = {entry.name: i for i, entry in enumerate(capture.inputs)}
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        plan = self.plan_together(inputs)
+        plan, seed = self.plan_together(inputs)
         if self.capture.training:
-            tensors = PipelinedStep.apply(plan, *inputs)
+            tensors = PipelinedStep.apply(plan, seed, *inputs)
         else:
             with torch.no_grad():
-                tensors = Run(plan, inputs).start()
+                tensors = Run(plan, inputs, seed).start()
         return self.complete(plan, inputs, tensors)
 
     def complete(self, plan: Plan, inputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
@@ -86,10 +88,14 @@ class Step:
 
     # Plans.
 
-    def plan_together(self, inputs: Sequence[Any]) -> Plan:
-        """The plan for these inputs, compared with the other ranks' before anything is sent."""
+    def plan_together(self, inputs: Sequence[Any]) -> tuple[Plan, int]:
+        """The plan for these inputs, compared with the other ranks' before anything is sent.
+
+        Also the step's seed of random numbers: every rank draws one, rank 0's is everybody's.
+        """
         if self.world_size == 1:
-            return self.plan(inputs)
+            plan = self.plan(inputs)
+            return plan, plan.draw_seed()
         device = next(
             (v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu")
         )
@@ -98,16 +104,48 @@ class Step:
         except Exception as error:
             agree("", 0, device, failure=error)
             raise
-        agree(plan.text, plan.digest, device)
-        return plan
+        seed = agree(plan.text, plan.digest, device, seed=plan.draw_seed())
+        if not plan.compared:
+            self.compare_parameters(plan.program, inputs)
+            plan.compared = True
+        return plan, seed
+
+    def compare_parameters(self, program: Program, inputs: Sequence[Any]) -> None:
+        """Before the first step of a plan: ranks that share a parameter must agree on it."""
+        tensors = {name: inputs[self.numbers[name]] for name in holders_of(program)}
+        users = {program.input(name).path: ranks for name, ranks in holders_of(program).items()}
+        sharing = with_trained(holders_of(program), tensors, program.training)
+        copies = {
+            program.input(name).path: (tensors[name], ranks)
+            for name, ranks in sharing.items()
+            if len(ranks) > 1
+        }
+        compare_parameters(copies, users)
 
     def plan(self, inputs: Sequence[Any]) -> Plan:
         symbols = self.symbols(inputs)
         key = tuple(symbols.values())
+        if self.decisions is None:
+            self.decisions = self.find_decisions(inputs)
+        if self.schedule is not self.decisions.schedule:
+            # An evaluation came first; "auto" has chosen a schedule since, and moved the stages.
+            self.plans.clear()
+            self.programs.clear()
+            self.schedule = self.decisions.schedule
         if key not in self.plans:
             self.plans[key] = self.make_plan(symbols)
             self.record_ownership(self.plans[key], inputs)
         return self.plans[key]
+
+    def find_decisions(self, inputs: Sequence[Any]) -> Decisions:
+        given = self.options
+        key = given.stages, given.schedule, given.microbatches, given.memory_limit, self.num_ranks
+        tensors = (
+            value
+            for entry, value in zip(self.capture.inputs, inputs)
+            if entry.role in (Role.PARAMETER, Role.BUFFER)
+        )
+        return decisions_for(tensors, key)
 
     def symbols(self, inputs: Sequence[Any]) -> dict[sympy.Symbol, int]:
         """The value of every symbol of the trace in this call."""
@@ -117,6 +155,7 @@ class Step:
         rows = self.split_batch(symbols)
         programs = tuple(self.program(symbols, count, len(rows)) for count in rows)
         first = programs[0]
+        check_places(programs)
         listeners = None if self.world_size > 1 else (0,)
         ranks = self.own_ranks(first.schedule.num_ranks)
         lowered = [lower(programs, rank, self.compile, listeners) for rank in ranks]
@@ -160,41 +199,80 @@ class Step:
         key = (tuple(sizes.values()), count)
         if key not in self.programs:
             front = self.front(sizes)
-            options = replace(self.options, schedule=self.decide_schedule(front, count))
+            options = replace(self.options, schedule=self.decide_schedule(front))
             program = replace(front, options=options, num_microbatches=count)
             self.programs[key] = self.pipeline.back(program)
         return self.programs[key]
 
     def front(self, sizes: Mapping[sympy.Symbol, int]) -> Program:
-        """The program with a joint graph and stages, which every schedule shares."""
+        """The program with a joint graph and stages, which every schedule shares.
+
+        Sizes that come later are cut where the first were: parameters stay in their stages.
+        """
         key = tuple(sizes.values())
         if key not in self.fronts:
             program = self.capture.program(self.options, sizes, 0, self.num_ranks)
-            self.fronts[key] = self.pipeline.front(program)
+            program = self.pipeline.front(replace(program, places=self.places()))
+            self.fronts[key] = program
+            if self.decisions is not None:
+                self.decisions.note_stages(program)
+            if not self.node_places:
+                self.node_places = {
+                    node.name: (node.meta["stage"],)
+                    for node in program.joint.graph.nodes
+                    if "stage" in node.meta and not node.meta.get("backward")
+                }
         return self.fronts[key]
 
-    def decide_schedule(self, front: Program, count: int) -> str | Schedule:
-        """The option `schedule`, "auto" replaced by what is best for so many microbatches."""
+    def places(self) -> dict[str, tuple[int, ...]]:
+        """Where parameters, buffers and nodes are, as far as an earlier trace has decided."""
+        known = self.decisions.stages if self.decisions is not None else {}
+        inputs = {i.name: known[i.path] for i in self.capture.inputs if i.path in known}
+        return self.node_places | inputs
+
+    def decide_schedule(self, front: Program) -> str | Schedule:
+        """The option `schedule`, with "auto" replaced by what was measured to be the best."""
         if self.options.schedule != "auto":
             return self.options.schedule
+        if self.schedule is not None:
+            return self.schedule
         if not self.capture.training or front.loss is None:
             return "gpipe"
-        if count not in self.choices:
-            probe = replace(self.options, schedule=probe_schedule(front.num_stages), dump=None)
-            program = replace(front, options=probe, num_microbatches=2, num_ranks=None)
-            ranks = self.num_ranks or front.num_stages
-            self.choices[count] = choose_schedule(
-                self.pipeline.back(program), self.compile, ranks, count
-            )
-        schedule = self.choices[count].schedule
-        assert schedule is not None
-        return schedule
+        probe = replace(
+            self.options, schedule=probe_schedule(front.num_stages), microbatches=2, dump=None
+        )  # fmt: skip
+        program = replace(front, options=probe, num_microbatches=2, num_ranks=None)
+        ranks = self.num_ranks or front.num_stages
+        self.schedule = choose_schedule(
+            self.pipeline.back(program), self.compile, ranks, self.options
+        )  # fmt: skip
+        if self.decisions is not None:
+            self.decisions.schedule = self.schedule
+        return self.schedule
 
     def record_ownership(self, plan: Plan, inputs: Sequence[Any]) -> None:
         used = {slot.name for executor in plan.executors for slot in executor.program.slots}
         for entry, value in zip(self.capture.inputs, inputs):
             if entry.role in (Role.PARAMETER, Role.BUFFER):
                 ownership.record(value, self, entry.name in used)
+
+
+def check_places(programs: Sequence[Program]) -> None:
+    """Microbatches of different sizes must find each parameter on the same ranks."""
+    for program in programs[1:]:
+        other, first = holders_of(program), holders_of(programs[0])
+        moved = [name for name in first if other.get(name) != first[name]]
+        if moved:
+            raise ModelError(
+                f"microbatches of {programs[0].microbatch_size} and of {program.microbatch_size} "
+                f"rows read the parameter {first_path(program, moved)!r} on different ranks; name "
+                f"the stages by module path, stages=['...'], or choose a number of microbatches "
+                f"that divides the batch"
+            )
+
+
+def first_path(program: Program, names: Sequence[str]) -> str:
+    return min(program.input(name).path for name in names)
 
 
 def bind_symbols(capture: Capture) -> dict[sympy.Symbol, Callable[[Sequence[Any]], int]]:

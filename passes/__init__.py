@@ -5,12 +5,14 @@ from __future__ import annotations
 from fxpipe.options import Options
 from fxpipe.passes.assign_stages import AssignStages as AssignStages
 from fxpipe.passes.build_schedule import BuildSchedule as BuildSchedule
+from fxpipe.passes.expose_randomness import ExposeRandomness as ExposeRandomness
 from fxpipe.passes.insert_communication import InsertCommunication as InsertCommunication
 from fxpipe.passes.make_cuts_dense import MakeCutsDense as MakeCutsDense
 from fxpipe.passes.merge_pairs import MergePairs as MergePairs
 from fxpipe.passes.normalize import Normalize as Normalize
 from fxpipe.passes.partial_gradients import PartialGradients as PartialGradients
 from fxpipe.passes.plan_last_uses import PlanLastUses as PlanLastUses
+from fxpipe.passes.seed_randomness import SeedRandomness as SeedRandomness
 from fxpipe.passes.split_loss import SplitLoss as SplitLoss
 from fxpipe.passes.split_tasks import SplitTasks as SplitTasks
 from fxpipe.passes.split_weight_grads import SplitWeightGrads as SplitWeightGrads
@@ -25,8 +27,10 @@ def default_pipeline(options: Options) -> Pipeline:
     return Pipeline(
         (
             SplitLoss(),
+            ExposeRandomness(),
             TraceJoint(),
             Normalize(),
+            SeedRandomness(),
             AssignStages(),
             PartialGradients(),
             BuildSchedule(merge_backward=not split),

@@ -26,6 +26,13 @@ IN_PLACE_OPERATORS = frozenset(
     "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul".split()
 )
 
+# Functions and methods that draw random numbers, which carry no tag that says so.
+RANDOM = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
+    "poisson uniform random exponential geometric log_normal cauchy dropout dropout1d dropout2d "
+    "dropout3d alpha_dropout feature_dropout feature_alpha_dropout rrelu gumbel_softmax".split()
+)
+
 
 class Batch:
     """Facts about every value of a model graph, as Dynamo made it.
@@ -59,7 +66,7 @@ class Batch:
         elif node.op in ("call_function", "call_method"):
             if any(source in self.varying for source in node.all_input_nodes):
                 self.varying.add(node)
-            if all(n in self.fixed for n in node.all_input_nodes) and not is_random(node):
+            if all(n in self.fixed for n in node.all_input_nodes) and not draws(node):
                 self.fixed.add(node)
         if node not in self.varying:
             self.same_at_first.add(node)
@@ -135,7 +142,7 @@ class Batch:
 
     def remove_dead(self, graph: fx.Graph) -> None:
         """FX's own removal would drop an in-place operation on what is still read."""
-        kept = (n for n in graph.nodes if n.op in ("placeholder", "output") or n.is_impure())
+        kept = (n for n in graph.nodes if n.is_impure() and not is_in_place(n) and not draws(n))
         of_inputs = (w for root, ws in self.writers.items() if root.op == "placeholder" for w in ws)
         alive = self.with_writers([*kept, *of_inputs])
         for node in reversed(graph.nodes):
@@ -162,6 +169,11 @@ def argument(node: fx.Node, position: int, *names: str) -> Any:
 def operand(node: fx.Node) -> Any:
     """The first argument: the tensor that an operator works on."""
     return argument(node, 0, "input", "self")
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers, so that computing it twice gives two values."""
+    return is_random(node) or name_of(node) in RANDOM
 
 
 def values_of(node: Any) -> list[Any]:

@@ -11,6 +11,15 @@ import torch.fx as fx
 
 aten = torch.ops.aten
 OpOverload = type(aten.mm.default)
+# Functions and methods, as Dynamo's graphs call them, that draw random numbers.
+RANDOM_FUNCTIONS = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli normal poisson "
+    "binomial multinomial uniform exponential cauchy geometric log_normal random dropout dropout1d "
+    "dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout rrelu "
+    "gumbel_softmax scaled_dot_product_attention multi_head_attention_forward "
+    "fractional_max_pool2d fractional_max_pool3d "
+    "fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices".split()
+)
 
 
 def copy_graph(
@@ -61,9 +70,21 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers, so that computing it twice gives two values."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags
+    """Whether a node may draw random numbers, so that computing it twice gives two values."""
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        return True
+    if getattr(node.target, "namespace", None) == "higher_order":
+        return any(is_random(inner) for inner in inner_nodes(node))
+    name = str(getattr(node.target, "__name__", node.target)).rstrip("_")
+    return node.op in ("call_function", "call_method") and name in RANDOM_FUNCTIONS
+
+
+def inner_nodes(node: fx.Node) -> Iterable[fx.Node]:
+    """The nodes of the graphs that are a node's arguments."""
+    for source in node.all_input_nodes:
+        inner = getattr(source.graph.owning_module, str(source.target), None)
+        if source.op == "get_attr" and isinstance(inner, fx.GraphModule):
+            yield from inner.graph.nodes
 
 
 def stage_edges(joint: fx.GraphModule) -> set[tuple[int, int]]:

@@ -52,6 +52,13 @@ class Prologue:
             self.names[made.name] = name
         return self.moved[source]
 
+    def drop_unused(self) -> None:
+        """Forget what was moved for a value that has moved itself since."""
+        for source, made in list(self.moved.items()):
+            if not made.users:
+                self.model.graph.erase_node(made)
+                del self.moved[source], self.names[made.name]
+
     def input_of(self, node: fx.Node) -> Input | None:
         """The description of an input of the model graph that the prologue gives."""
         if node.name not in self.names:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.fx as fx
 
 from fxpipe.errors import ModelError, OptionError
-from fxpipe.flops import cost, flops
-from fxpipe.partition import partition
-from fxpipe.passes._graph import copy_graph, getitem_of, is_random
-from fxpipe.program import Program, Role, where
+from fxpipe.flops import flops
+from fxpipe.passes._balance import balanced_starts, cheapest_starts, module_paths
+from fxpipe.passes._graph import copy_graph, is_random
+from fxpipe.program import Balance, Program, Role, where
+from fxpipe.schedules import stages_for
 
 ANNOTATION = "fxpipe_stage"
 
@@ -31,7 +31,11 @@ class AssignStages:
     Forward nodes get their stage from, in this order: `with fxpipe.stage(k)` in the model; the
     option `stages=["blocks.1", ...]`, each path the beginning of a new stage; the option
     `stages=4`, which cuts the modules in their order of execution so that the costliest stage is
-    cheapest. Backward nodes follow their forward. Stages never run against the flow of data.
+    cheapest; `stages="auto"`, which cuts modules wherever that makes the slowest stage fastest,
+    messages counted, into as many stages as the schedule wants for the ranks, and fills
+    `program.balance`. Where `program.places` says where another trace of the model was cut, the
+    latter two keep to it, since parameters cannot move. Backward nodes follow their forward. Stages
+    never run against the flow of data.
 
     Nodes that are cheap, made of arguments and buffers alone and without gradient (masks, position
     tables) have no stage: each stage that uses one computes it.
@@ -48,9 +52,9 @@ class AssignStages:
             if n.op not in ("placeholder", "output") and not n.meta.get("backward")
         ]
         staged = [n for n in forward if n not in floating]
-        num_stages = assign_forward(program, staged)
+        num_stages, balance = assign_forward(program, staged)
         assign_backward(joint, num_stages)
-        return replace(program, joint=joint, num_stages=num_stages)
+        return replace(program, joint=joint, num_stages=num_stages, balance=balance)
 
 
 def nodes_without_stage(program: Program, joint: fx.GraphModule) -> set[fx.Node]:
@@ -71,20 +75,69 @@ def nodes_without_stage(program: Program, joint: fx.GraphModule) -> set[fx.Node]
     return floating
 
 
-def assign_forward(program: Program, nodes: Sequence[fx.Node]) -> int:
+def assign_forward(program: Program, nodes: Sequence[fx.Node]) -> tuple[int, Balance | None]:
     """Set meta["stage"] of the forward nodes; the number of stages."""
     wanted = program.options.stages
     annotated = {n: k for n in nodes if (k := annotation(n)) is not None}
     if annotated:
-        return assign_annotated(nodes, annotated, wanted)
+        return assign_annotated(nodes, annotated, wanted), None
     if isinstance(wanted, (list, tuple)):
         starts = starts_of_paths(nodes, wanted)
+        assign_in_order(nodes, starts)
+        return len(starts), None
+    if wanted == "auto":
+        num_stages = stages_for(program.options.schedule, program.num_ranks)
     else:
-        count = (program.num_ranks or 1) if wanted is None or wanted == "auto" else wanted
-        starts = balanced_starts(nodes, int(count))
+        num_stages = wanted or program.num_ranks or 1
+    kept = kept_stages(nodes, program.places, num_stages) if program.places else None
+    if kept is not None:
+        for node, stage in zip(nodes, kept):
+            node.meta["stage"] = stage
+        return num_stages, None
+    if wanted != "auto":
+        assign_in_order(nodes, balanced_starts(nodes, num_stages))
+        return num_stages, None
+    starts, balance = cheapest_starts(program, nodes, num_stages)
+    assign_in_order(nodes, starts)
+    return num_stages, balance
+
+
+def assign_in_order(nodes: Sequence[fx.Node], starts: Sequence[int]) -> None:
     for index, node in enumerate(nodes):
         node.meta["stage"] = sum(start <= index for start in starts[1:])
-    return len(starts)
+
+
+def kept_stages(
+    nodes: Sequence[fx.Node], places: Mapping[str, tuple[int, ...]], num_stages: int
+) -> list[int] | None:
+    """The stage of each node so that parameters and buffers stay where they are, as far as known.
+
+    Nodes without either follow `places` too, within what the others leave. None where no order of
+    stages gives that.
+    """
+    wanted = [demand(node, places) for node in nodes]
+    bounds, bound = [], num_stages - 1
+    for stages in reversed(wanted):
+        bound = min(bound, max(stages, default=0)) if stages is not None else bound
+        bounds.append(bound)
+    stage, found = 0, []
+    for node, stages, bound in zip(nodes, wanted, reversed(bounds)):
+        if stages is None:
+            before = places.get(node.name, (stage,))[0]
+            stages = {max(stage, min(before, bound))}
+        fits = [s for s in stages if stage <= s <= bound]
+        if not fits:
+            return None
+        stage = min(fits)
+        found.append(stage)
+    return found
+
+
+def demand(node: fx.Node, places: Mapping[str, tuple[int, ...]]) -> set[int] | None:
+    """The stages that hold all the parameters and buffers that a node reads; None: any will do."""
+    read = [n.name for n in node.all_input_nodes if n.op == "placeholder" and n.name in places]
+    held = [set(places[name]) for name in read]
+    return set.intersection(*held) if held else None
 
 
 def annotation(node: fx.Node) -> int | None:
@@ -123,18 +176,6 @@ def assign_annotated(
     return count
 
 
-def module_paths(node: fx.Node) -> list[str]:
-    """The paths of the modules that a node is inside of, outermost first, without the model."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = []
-    for path, _ in stack.values():
-        keys = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", re.sub(r"^[LG]\['?\w+'?\]", "", path))
-        inner = [a or b for a, b in keys if (a or b) not in ("_modules", "__closure__")]
-        if inner:
-            paths.append(".".join(inner))
-    return paths
-
-
 def starts_of_paths(nodes: Sequence[fx.Node], paths: Sequence[str]) -> list[int]:
     """Where each stage begins: at the first node inside of each path."""
     first: dict[str, int] = {}
@@ -154,54 +195,6 @@ def starts_of_paths(nodes: Sequence[fx.Node], paths: Sequence[str]) -> list[int]
     if len(set(starts)) < len(starts):
         raise OptionError(f"stages={list(paths)} begins two stages at the same place; drop one")
     return starts
-
-
-def balanced_starts(nodes: Sequence[fx.Node], num_stages: int) -> list[int]:
-    """Cut before modules, descending into those that are too large for one stage."""
-    if num_stages == 1:
-        return [0]
-    costs = [cost(node) for node in nodes]
-    expanded: set[str] = {""}
-    while True:
-        items = items_of(nodes, costs, expanded)
-        size = {path: sum(c for p, _, c in items if p == path) for path, _, _ in items}
-        inner = [p for p in size if p not in expanded and has_children(nodes, p)]
-        largest = max(inner, key=size.__getitem__, default=None)
-        if largest is None:
-            break
-        if len(items) >= num_stages and size[largest] * num_stages <= sum(costs):
-            break
-        expanded.add(largest)
-    if len(items) < num_stages:
-        items = [("", i, c) for i, c in enumerate(costs) if not getitem_of(nodes[i])]
-    if len(items) < num_stages:
-        raise OptionError(
-            f"stages={num_stages}, but the model has only {len(items)} operations to cut between; "
-            f"use fewer stages"
-        )
-    starts = partition([c for _, _, c in items], num_stages)
-    return [items[start][1] if start else 0 for start in starts]
-
-
-def items_of(
-    nodes: Sequence[fx.Node], costs: Sequence[int], expanded: set[str]
-) -> list[tuple[str, int, int]]:
-    """(module path, first node, cost) of the pieces between which a stage may begin.
-
-    What runs between two modules (an activation, a residual sum) belongs to the one before.
-    """
-    items: list[tuple[str, int, int]] = []
-    for index, node in enumerate(nodes):
-        path = next((p for p in module_paths(node) if p not in expanded), "")
-        if not items or (path and path != items[-1][0]):
-            items.append((path, index, costs[index]))
-        else:
-            items[-1] = (*items[-1][:2], items[-1][2] + costs[index])
-    return items
-
-
-def has_children(nodes: Sequence[fx.Node], path: str) -> bool:
-    return any(p.startswith(f"{path}.") for n in nodes for p in module_paths(n)[-1:])
 
 
 def assign_backward(joint: fx.GraphModule, num_stages: int) -> None:

@@ -11,7 +11,7 @@ from fxpipe.messages import without_messages
 from fxpipe.passes._graph import stage_edges
 from fxpipe.program import Program
 from fxpipe.schedule import Action, Kind, Pair, Schedule, Step
-from fxpipe.schedules import resolve
+from fxpipe.schedules import first_microbatches, resolve
 
 log = logger(__name__)
 
@@ -28,21 +28,27 @@ class BuildSchedule:
 
     A family's name is built; a schedule as text or object is taken as it is. Either is proved
     complete and free of deadlock. With `merge_backward` (the pass split_weight_grads is off) each
-    I and its W run as one B. Without gradients only the forwards are kept.
+    I and its W run as one B. Without gradients only the forwards are kept. A batch of fewer rows
+    than the option `microbatches` runs the first of them, so that every batch finds its stages on
+    the ranks that hold them: `program.holders`.
     """
 
     merge_backward: bool = False
 
     def __call__(self, program: Program) -> Program:
-        schedule = given_or_built(program)
+        microbatches = max(program.num_microbatches, program.options.microbatches)
+        schedule = given_or_built(program, microbatches)
+        holders = schedule.holders
+        if program.num_microbatches < microbatches:
+            schedule = first_microbatches(schedule, program.num_microbatches)
         if self.merge_backward:
             schedule = change_kinds(schedule, {Kind.I: Kind.B, Kind.W: None})
         if not program.training:
             schedule = change_kinds(schedule, dict.fromkeys((Kind.I, Kind.W, Kind.B)))
-        return replace(program, schedule=without_messages(schedule))
+        return replace(program, schedule=without_messages(schedule), holders=holders)
 
 
-def given_or_built(program: Program) -> Schedule:
+def given_or_built(program: Program, microbatches: int) -> Schedule:
     wanted = program.options.schedule
     backward_later = program.loss is None and program.training
     if backward_later and isinstance(wanted, str):
@@ -54,7 +60,7 @@ def given_or_built(program: Program) -> Schedule:
     schedule = resolve(
         wanted,
         stages=program.num_stages,
-        microbatches=program.num_microbatches,
+        microbatches=microbatches,
         ranks=program.num_ranks,
         forward_edges=stage_edges(program.joint),
     )

@@ -26,5 +26,11 @@ class InsertCommunication:
     def __call__(self, program: Program) -> Program:
         schedule = with_messages(program.schedule, lambda microbatch: program.edges)
         edges = {(min(e.source, e.target), max(e.source, e.target)) for e in program.edges}
-        check_schedule(schedule, program.num_stages, program.num_microbatches, edges)
+        check_schedule(
+            schedule,
+            program.num_stages,
+            program.num_microbatches,
+            edges,
+            training=program.training,
+        )
         return replace(program, schedule=schedule)

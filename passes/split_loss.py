@@ -129,8 +129,9 @@ class _Splitter:
         if self.word is None:
             self.move_arguments_alone()
             self.check_every_reduction_was_split()
-        prologue = self.prologue.graph()
         self.batch.remove_dead(self.graph)
+        self.prologue.drop_unused()
+        prologue = self.prologue.graph()
         return replace(
             self.program,
             model=fx.GraphModule(self.model, self.graph),

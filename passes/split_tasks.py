@@ -10,7 +10,7 @@ import torch
 import torch.fx as fx
 
 from fxpipe.passes._graph import aten, is_view, results_of
-from fxpipe.program import Edge, Key, Program, Role, Task
+from fxpipe.program import Edge, Join, Key, Program, Role, Task
 from fxpipe.schedule import Kind
 
 
@@ -104,7 +104,7 @@ class _Splitter:
                     self.drafts[key].gradients.append((str(result.target), value))
 
     def place_output(self, index: int, value: Any) -> None:
-        if not isinstance(value, fx.Node):
+        if not isinstance(value, fx.Node) or self.program.outputs[index].join is Join.SIZE:
             return
         stage = value.meta.get("stage", self.program.num_stages - 1)
         self.returns[index] = (stage, value.name)

@@ -9,19 +9,22 @@ from fxpipe.schedules import (  # noqa: F401 - importing enters the families
     looped,
     wave,
 )
-from fxpipe.schedules.builder import build, families, resolve
+from fxpipe.schedules.builder import build, families, resolve, stages_for
 from fxpipe.schedules.custom import load, register, save
 from fxpipe.schedules.family import Family
+from fxpipe.schedules.fit import first_microbatches
 from fxpipe.schedules.torch_csv import from_csv, to_csv
 
 __all__ = [
     "Family",
     "build",
     "families",
+    "first_microbatches",
     "from_csv",
     "load",
     "register",
     "resolve",
     "save",
+    "stages_for",
     "to_csv",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 from fxpipe import packed
 from fxpipe.checker import check_schedule
 from fxpipe.costs import Costs
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.schedule import Schedule
 from fxpipe.schedules.custom import REGISTERED, call_registered, load
 from fxpipe.schedules.family import FAMILIES, Family
@@ -93,9 +93,9 @@ def resolve(
     A Schedule; its text, whole or by line; a path, or a text that ends in .txt or .csv; or the
     name of a family or of a registered function.
     """
-    if isinstance(what, str) and not what.endswith((".txt", ".csv")) and not is_text(what):
+    if is_name(what):
         return build(
-            what,
+            str(what),
             stages=stages,
             microbatches=microbatches,
             ranks=ranks,
@@ -104,14 +104,41 @@ def resolve(
             forward_edges=forward_edges,
             **options,
         )
-    if isinstance(what, Schedule):
-        schedule = what
-    elif isinstance(what, os.PathLike) or (isinstance(what, str) and not is_text(what)):
-        schedule = load(what, check=False)
-    else:
-        schedule = Schedule.parse(what)
+    schedule = what if isinstance(what, Schedule) else _read(what)
     check_schedule(schedule, stages, microbatches, forward_edges)
     return schedule
+
+
+def stages_for(what: Schedule | str | Sequence[str] | os.PathLike[str], ranks: int | None) -> int:
+    """How many stages suit a schedule: those that it names, or what its family puts on the ranks.
+
+    For "auto" two a rank, so that every family can be built: linear ones run two stages as one.
+    Raises OptionError where neither the schedule nor `ranks` says how many.
+    """
+    if not is_name(what):
+        given = what if isinstance(what, Schedule) else _read(what)
+        return given.num_stages
+    if ranks is None:
+        raise OptionError(
+            f"stages='auto' and schedule={what!r} do not say how many ranks there are; give "
+            f"options={{'ranks': 4}} or start the program under torchrun"
+        )
+    if what == "auto":
+        return 2 * ranks
+    assert isinstance(what, str)
+    name, _ = _split_name(what, {})
+    return ranks if name in REGISTERED else ranks * find(name).chunks(2 * ranks, ranks)
+
+
+def _read(what: str | Sequence[str] | os.PathLike[str]) -> Schedule:
+    if isinstance(what, os.PathLike) or (isinstance(what, str) and not is_text(what)):
+        return load(what, check=False)
+    return Schedule.parse(what)
+
+
+def is_name(what: object) -> bool:
+    """Whether this is the name of a family or a registered function: no text and no file."""
+    return isinstance(what, str) and not what.endswith((".txt", ".csv")) and not is_text(what)
 
 
 def is_text(what: str) -> bool:

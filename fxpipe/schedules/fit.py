@@ -20,6 +20,7 @@ from fxpipe.packed import (
     stage_of,
     units,
 )
+from fxpipe.schedule import Schedule
 
 
 def group_stages(stages: int, slots: int) -> list[range]:
@@ -27,6 +28,13 @@ def group_stages(stages: int, slots: int) -> list[range]:
     if stages <= slots:
         return [range(s, min(s + 1, stages)) for s in range(slots)]
     return [range(s * stages // slots, (s + 1) * stages // slots) for s in range(slots)]
+
+
+def first_microbatches(schedule: Schedule, microbatches: int) -> Schedule:
+    """The schedule without the microbatches from number `microbatches` on."""
+    stages = [range(s, s + 1) for s in range(schedule.num_stages)]
+    lines = [fit_line(line, stages, microbatches) for line in schedule.packed]
+    return Schedule.from_packed(lines, schedule.name)
 
 
 def fit_line(line: Iterable[int], groups: list[range], microbatches: int) -> array[int]:

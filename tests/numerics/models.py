@@ -211,3 +211,21 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, limit: float, wha
     assert error <= limit * scale, (
         f"{what} is off by {error / max(scale, 1e-300):.1e} (limit {limit})"
     )
+
+
+def pipelined(model: nn.Module, **options: Any) -> Any:
+    """The model compiled by fxpipe, as a user does it: two stages, three microbatches."""
+    usual = {"stages": 2, "microbatches": 3, "schedule": "1f1b", "lowering": "eager"}
+    return torch.compile(model, backend="fxpipe", options=usual | options)
+
+
+def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
+    """The models' parameters have equal gradients, and None in the same places."""
+    parameters = dict(actual.named_parameters())
+    for name, parameter in expected.named_parameters():
+        found = parameters[name].grad
+        if parameter.grad is None:
+            assert found is None or not found.any(), f"{name} has a gradient"
+        else:
+            assert found is not None, f"{name} has no gradient"
+            assert_close(found, parameter.grad, 1e-10, f"gradient of {name}")

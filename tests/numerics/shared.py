@@ -66,6 +66,8 @@ class KeepingPipeline(Pipeline):
             num_microbatches=program.num_microbatches,
             num_ranks=program.num_ranks,
             schedule=program.schedule,
+            holders=program.holders,
+            places=program.places,
         )
 
 
@@ -74,7 +76,7 @@ def what_is_read(name: str, program: Program) -> Hashable | None:
     key = name, program.microbatch_size
     if name in ("split_loss", "trace_joint", "normalize"):
         return key
-    key = *key, program.options.stages
+    key = *key, program.options.stages, tuple(program.places.items())
     if name in ("assign_stages", "partial_gradients", "make_cuts_dense"):
         return key
     if name in ("split_weight_grads", "split_tasks"):

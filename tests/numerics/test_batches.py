@@ -1,0 +1,220 @@
+"""Which arguments are split, and batches of any size."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.fx as fx
+import torch.nn as nn
+import torch.nn.functional as F
+
+from fxpipe.backend import fxpipe
+from fxpipe.errors import OptionError
+from tests.numerics.models import (
+    GPT,
+    MLP,
+    assert_close,
+    assert_same_gradients,
+    pipelined,
+    seeded,
+)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def assert_equals_eager(model: nn.Module, step: Any, *args: Any, **kwargs: Any) -> None:
+    """One step of each, from zero gradients."""
+    twin = copy.deepcopy(model)
+    for module in (model, twin):
+        module.zero_grad()
+    loss, expected = step(*args, **kwargs), twin(*args, **kwargs)
+    loss.backward()
+    expected.backward()
+    assert_close(loss, expected, 1e-10, "loss")
+    assert_same_gradients(model, twin)
+
+
+class Counting:
+    """The backend, counting how often Dynamo calls it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any], *, options: Any) -> Any:
+        self.calls += 1
+        return fxpipe(gm, inputs, options=options)
+
+
+@pytest.mark.parametrize("build", [MLP, GPT])
+def test_batches_of_any_size_need_no_new_trace(build: Any) -> None:
+    model, backend = seeded(build), Counting()
+    options = {"stages": 2, "microbatches": 3, "lowering": "eager"}
+    step = torch.compile(model, backend=backend, options=options)
+    after_first = 0
+    for rows in (8, 5, 1, 3, 13, 8):
+        tokens = torch.arange(rows * 5).view(rows, 5) * 7 % 11
+        inputs = (tokens, tokens.roll(1, 0)) if build is GPT else (normal(rows, 6), normal(rows, 6))
+        assert_equals_eager(model, step, *inputs)
+        after_first = after_first or backend.calls
+    assert backend.calls == after_first
+
+
+def test_a_first_batch_of_one_row_runs_and_larger_ones_after_it() -> None:
+    model = seeded(MLP)
+    step = pipelined(model)
+    for rows in (1, 4, 1, 7):
+        assert_equals_eager(model, step, normal(rows, 6), normal(rows, 6, seed=1))
+
+
+def test_a_batch_smaller_than_the_microbatches_is_split_into_rows() -> None:
+    model = seeded(MLP)
+    step = pipelined(model, stages=4, microbatches=8, schedule="zb-h1")
+    for rows in (3, 2):
+        assert_equals_eager(model, step, normal(rows, 6), normal(rows, 6, seed=1))
+
+
+def test_a_batch_that_is_not_contiguous_is_split() -> None:
+    model = seeded(MLP)
+    x, y = normal(6, 16).T[::2], normal(8, 12)[:, ::2]
+    assert_equals_eager(model, pipelined(model), x, y)
+
+
+class Attending(nn.Module):
+    """Takes what models take beside the batch: a mask of one row, positions, a scale, flags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Embedding(8, 4), nn.Linear(4, 4)
+        self.register_buffer("table", torch.randn(8, 4))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        scale: torch.Tensor,
+        causal: bool = False,
+        mode: str = "sum",
+        bias: torch.Tensor | None = None,
+        power: int = 2,
+    ) -> torch.Tensor:
+        x = x + self.embed(positions) + self.table
+        if causal:
+            x = x.cumsum(1)
+        x = self.out(x * mask) * scale
+        if bias is not None:
+            x = x + bias
+        return x.pow(power).mean() if mode == "mean" else x.pow(power).sum()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "mode": "mean"},
+        {"mode": "sum", "power": 3},
+        {"bias": normal(4)},
+        {"bias": normal(8, 4), "causal": True},
+    ],
+)
+def test_arguments_without_a_batch_are_given_to_every_microbatch(options: dict[str, Any]) -> None:
+    model = seeded(Attending)
+    mask = (normal(1, 8, 1) > 0).double()
+    scale = torch.tensor(0.3, dtype=torch.float64)
+    # The table, the positions and the bias have as many rows as the batch, by chance.
+    step = pipelined(model)
+    for rows in (8, 3):
+        x = normal(rows, 8, 4, seed=rows)
+        assert_equals_eager(model, step, x, mask, torch.arange(8), scale, **options)
+
+
+def test_a_mask_with_the_batch_is_split_and_one_without_is_not() -> None:
+    model = seeded(Attending)
+    step = pipelined(model)
+    scale = torch.tensor(2.0, dtype=torch.float64)
+    for rows in (4, 7):
+        mask = (normal(rows, 8, 1, seed=3) > 0).double()
+        assert_equals_eager(model, step, normal(rows, 8, 4), mask, torch.arange(8), scale)
+
+
+class Weighted(nn.Module):
+    """A loss over the targets that count: sums over the whole batch's mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        errors = self.second(self.first(x).tanh()).squeeze(-1).square()
+        return (errors * weight).sum() / weight.sum()
+
+
+def test_a_loss_weighted_over_the_whole_batch_is_exact() -> None:
+    model = seeded(Weighted)
+    step = pipelined(model)
+    for rows in (8, 5):
+        weight = torch.arange(rows, dtype=torch.float64).square()
+        assert_equals_eager(model, step, normal(rows, 4), weight)
+
+
+class TimeMajor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = torch.zeros_like(x[0])
+        for part in x.unbind(0):
+            h = torch.tanh(self.cell(part + h))
+        return F.mse_loss(self.out(h), y)
+
+
+def test_batch_dims_splits_a_time_major_input_along_its_second_dimension() -> None:
+    model = seeded(TimeMajor)
+    step = pipelined(model, batch_dims={"x": 1})
+    for rows in (6, 4):
+        assert_equals_eager(model, step, normal(3, rows, 4), normal(rows, 2))
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    table: torch.Tensor
+
+
+class TakesBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        x, table = (
+            (batch["x"], batch["table"]) if isinstance(batch, dict) else (batch.x, batch.table)
+        )
+        return (self.second(self.first(x).tanh()) @ table).square().mean()
+
+
+@pytest.mark.parametrize("make", [Batch, lambda x, table: {"x": x, "table": table}])
+def test_batch_dims_keeps_a_nested_input_whole(make: Any) -> None:
+    model = seeded(TakesBatch)
+    step = pipelined(model, batch_dims={"batch.table": None})
+    for rows in (4, 7):
+        assert_equals_eager(model, step, make(normal(rows, 4), normal(4, 4, seed=1)))
+
+
+def test_batch_dims_names_an_argument_or_is_refused() -> None:
+    step = pipelined(seeded(MLP), batch_dims={"z": 1})
+    with pytest.raises(OptionError, match="batch_dims names 'z', .*the tensor arguments are x, y"):
+        step(normal(4, 6), normal(4, 6))
+
+
+def test_keyword_arguments_are_split_like_others() -> None:
+    model = seeded(MLP)
+    assert_equals_eager(model, pipelined(model), y=normal(5, 6), x=normal(5, 6, seed=1))
