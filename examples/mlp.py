@@ -44,9 +44,8 @@ def main() -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
 
-    print(
-        f"what the two ranks do in a step (F forward, I and W backward):\n{build('zb-h1', **SCHEDULE)}"
-    )
+    print("what the two ranks do in a step (F: forward, I and W: the halves of backward):")
+    print(build("zb-h1", **SCHEDULE))
     print("\nstep   loss       eager's    largest relative difference of a gradient")
     agrees = True
     for number in range(1, 6):

@@ -25,20 +25,27 @@ def convolution(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU())
 
 
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Conv2d(16, 1, 3, padding=1)
+
+    def forward(self, wide: Tensor, deep: Tensor) -> Tensor:
+        return self.last(torch.cat([wide, F.interpolate(deep, scale_factor=2.0)], dim=1))
+
+
 class UNet(nn.Module):
     """Removes noise: the target is the clean picture."""
 
     def __init__(self) -> None:
         super().__init__()
         self.encoder = convolution(1, 8)
-        self.middle = nn.Sequential(convolution(8, 16), convolution(16, 8))
-        self.decoder = nn.Conv2d(16, 1, 3, padding=1)
+        self.middle = nn.Sequential(nn.AvgPool2d(2), convolution(8, 16), convolution(16, 8))
+        self.decoder = Decoder()
 
     def forward(self, noisy: Tensor, clean: Tensor) -> dict[str, Tensor]:
         wide = self.encoder(noisy)
-        deep = self.middle(F.avg_pool2d(wide, 2))
-        back = F.interpolate(deep, scale_factor=2.0)
-        picture = self.decoder(torch.cat([wide, back], dim=1))
+        picture = self.decoder(wide, self.middle(wide))
         return {"loss": F.mse_loss(picture, clean), "picture": picture.detach()}
 
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.fx as fx
 
 from fxpipe.capture import capture
 from fxpipe.errors import CaptureError, FxpipeError, OptionError
 from fxpipe.log import logger
-from fxpipe.lowering.group import agree, start_group
+from fxpipe.lowering.group import agree, compiling, start_group
 from fxpipe.lowering.runtime import Step
 from fxpipe.options import Options
 from fxpipe.passes import default_pipeline
@@ -39,10 +38,11 @@ def fxpipe(
     if world_size > 1:
         own_inductor_cache(dist.get_rank())
     try:
-        parsed = for_ranks(Options.parse(options), world_size)
-        captured = capture(gm, example_inputs, parsed)
-        pipeline = default_pipeline(parsed)
-        step = Step(captured, parsed, pipeline, world_size)
+        with compiling(world_size):
+            parsed = for_ranks(Options.parse(options), world_size)
+            captured = capture(gm, example_inputs, parsed)
+            pipeline = default_pipeline(parsed)
+            step = Step(captured, parsed, pipeline, world_size)
     except DynamoControl:
         raise
     except FxpipeError as error:
@@ -70,7 +70,7 @@ def failure(error: FxpipeError, world_size: int) -> Callable[..., list[Any]]:
 
     def fail(*inputs: Any) -> list[Any]:
         if world_size > 1:
-            agree("", 0, torch.device("cpu"), failure=error)
+            agree("", 0, Options().timeout, failure=error)
         raise error
 
     return fail

@@ -254,9 +254,9 @@ class Options:
     memory_limit: float | None = option(
         number,
         "a number above 0, or None",
-        4,
-        "for the schedules that fill a memory: what a rank may hold, in activations of one rank's "
-        "share of the model for one microbatch",
+        16e9,
+        "for `schedule='auto'` and `stages='auto'`: what a rank may hold of parameters, gradients "
+        "and saved values, in bytes, or up to 1 as a fraction of its device's memory",
     )
 
     @staticmethod

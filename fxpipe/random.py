@@ -189,19 +189,13 @@ def randint_like_from(seed: Tensor, made: Made, like: Tensor, low: int, high: in
     return integers(seed, made, low, high)
 
 
-def random(
-    seed: Tensor, made: Made, x: Tensor, low: int | None = None, high: int | None = None
-) -> Tensor:
-    """Without bounds: all whole numbers from 0 on that the type holds exactly."""
+def random(seed: Tensor, made: Made, x: Tensor, high: int | None = None) -> Tensor:
+    """Without a bound: all whole numbers from 0 on that the type holds exactly."""
     if high is None:
         if made.dtype.is_floating_point:
             high = 2 ** FRACTION_BITS[made.dtype] + 1
         else:
             high = 2 if made.dtype == torch.bool else torch.iinfo(made.dtype).max + 1
-    return integers(seed, made, low or 0, high)
-
-
-def random_to(seed: Tensor, made: Made, x: Tensor, high: int) -> Tensor:
     return integers(seed, made, 0, high)
 
 
@@ -297,8 +291,7 @@ OPERATORS: dict[Any, Callable[..., Any]] = {
     aten.randint_like.default: randint_like,
     aten.randint_like.low_dtype: randint_like_from,
     aten.random.default: random,
-    getattr(aten.random, "from"): random,
-    aten.random.to: random_to,
+    aten.random.to: random,
     aten.randperm.default: randperm,
     aten.uniform.default: uniform,
     aten.normal.Tensor_float: normal,

@@ -18,6 +18,7 @@ from fxpipe.costs import Costs
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.flops import bytes_of
 from fxpipe.log import logger
+from fxpipe.lowering.group import gather_objects
 from fxpipe.memory import bytes_of_limit
 from fxpipe.options import Options
 from fxpipe.program import Key, Program, Role, Task
@@ -62,11 +63,12 @@ def choose_schedule(
         return decide(program, Times(tasks), num_ranks, options)
     rank = dist.get_rank()
     own = range(rank, program.num_stages, world)
-    parts = everywhere(attempt(lambda: measure_tasks(program, compile_graph, own)), world)
+    measured = attempt(lambda: measure_tasks(program, compile_graph, own))
+    parts = everywhere("the times of all tasks", measured, options.timeout)
     message, per_byte = measure_messages(program)
     times = Times({k: t for part in parts for k, t in part.items()}, message, per_byte)
     decided = attempt(lambda: decide(program, times, num_ranks, options)) if rank == 0 else None
-    chosen: Schedule = everywhere(decided, world)[0]
+    chosen: Schedule = everywhere("the choice of a schedule", decided, options.timeout)[0]
     return chosen
 
 
@@ -112,12 +114,13 @@ def attempt(work: Callable[[], Any]) -> Any:
         return error
 
 
-def everywhere(own: Any, world: int) -> list[Any]:
+def everywhere(label: str, own: Any, limit: float) -> list[Any]:
     """Each rank's value, on all ranks; an error among them is raised on all."""
-    text = str(own) if isinstance(own, FxpipeError) else repr(own)
-    told = (type(own) if isinstance(own, FxpipeError) else RankError, text)
-    parts: list[Any] = [None] * world
-    dist.all_gather_object(parts, told if isinstance(own, Exception) else (None, own))
+    told: tuple[type[FxpipeError] | None, Any] = (None, own)
+    if isinstance(own, Exception):
+        is_ours = isinstance(own, FxpipeError)
+        told = (type(own), str(own)) if is_ours else (RankError, repr(own))
+    parts = gather_objects(label, told, limit)
     if isinstance(own, Exception):
         raise own
     for rank, (kind, value) in enumerate(parts):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from operator import getitem, itemgetter
 from typing import Any, NamedTuple
@@ -12,6 +14,8 @@ from fxpipe.errors import FxpipeError, RankError
 from fxpipe.lowering import instructions
 from fxpipe.lowering.instructions import Transport
 from fxpipe.lowering.rank_program import RankProgram
+from fxpipe.lowering.status import about
+from fxpipe.program import where
 
 Slots = list[Any]
 
@@ -55,9 +59,9 @@ class Executor:
         """
         slots = self.template.copy()
         slots[: len(values) + 1] = transport, *values
-        name = "start"
+        status = transport.status
         try:
-            for run, name, awaits in self.instructions:  # noqa: B007 - the error below says it
+            for run, status.action, awaits in self.instructions:
                 if awaits is not None:
                     while not transport.ready(awaits):
                         yield awaits
@@ -74,9 +78,24 @@ class Executor:
             raise
         except Exception as error:
             raise RankError(
-                f"rank {self.program.rank} failed in {name}: {type(error).__name__}: {error}"
+                f"rank {self.program.rank} failed in {about(status.action)}"
+                f"{self.line_of(error, status.action)}: {type(error).__name__}: {error}"
             ) from error
         return self.results(slots)
+
+    def line_of(self, error: Exception, action: str) -> str:
+        """` at m.py:7: x = self.table(ids)` where a task runs as an FX graph; or nothing."""
+        frames = traceback.extract_tb(error.__traceback__)
+        # The generated code of a graph: `name = call(...);  unused = None`.
+        lines = [f.line for f in frames if f.filename.startswith("<eval_with_key>") and f.line]
+        name = re.match(r"\w+", lines[-1]) if lines else None
+        for call in self.program.graph.graph.find_nodes(op="call_module") if name else ():
+            if str(call.meta.get("action")) == action:
+                task = self.program.graph.get_submodule(call.target).graph
+                for node in task.nodes:
+                    if node.name == name[0] and node.meta.get("stack_trace"):
+                        return f" at {where(node)}"
+        return ""
 
     # Building.
 

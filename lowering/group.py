@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping
+import pickle
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RankError
+from fxpipe.lowering.watch import watch
 
 CHUNK = 1 << 20
+LENGTH = struct.Struct("<I")
+START = struct.Struct("<qq")  # the digest of a step, the seed
 
 
 def start_group() -> int:
@@ -21,6 +28,8 @@ def start_group() -> int:
         if not dist.is_torchelastic_launched():
             return 1
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if dist.get_world_size() > 1:
+        watch()
     return dist.get_world_size()
 
 
@@ -29,34 +38,91 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1 | 1
 
 
+@contextlib.contextmanager
+def compiling(world_size: int) -> Iterator[None]:
+    """Others are patient with this process as long as it is in here and alive."""
+    if world_size == 1:
+        yield
+        return
+    status = watch().status
+    status.compiling = True
+    try:
+        yield
+    finally:
+        status.compiling = False
+
+
+def gather(label: str, data: bytes, limit: float, failure: str = "") -> list[bytes]:
+    """Every rank's data, in their order, once all ranks have come to the same label.
+
+    `failure` says why this rank will not go on, for those who have come to another label. Raises
+    RankError, as all ranks do from then on, where labels differ or a rank stalls, raises or dies.
+    """
+    watching = watch()
+    said = failure.encode()
+    parts = watching.round(label, LENGTH.pack(len(said)) + said + data, limit)
+    found = []
+    for other, (theirs, message) in sorted(parts.items()):
+        end = LENGTH.size + LENGTH.unpack_from(message)[0]
+        if theirs != label:
+            reason = message[LENGTH.size : end].decode()
+            watching.fail(*out_of_step((watching.rank, label, failure), (other, theirs, reason)))
+            raise watching.error()
+        found.append(message[end:])
+    return found
+
+
+def out_of_step(mine: tuple[int, str, str], theirs: tuple[int, str, str]) -> tuple[int, str]:
+    for rank, label, failure in (mine, theirs):
+        if failure:
+            return rank, f"rank {rank} could not come to {label}: {failure}"
+    return mine[0], (
+        f"rank {mine[0]} came to {mine[1]} while rank {theirs[0]} came to {theirs[1]}; every rank "
+        f"must make the same calls in the same order"
+    )
+
+
+def gather_objects(label: str, value: Any, limit: float) -> list[Any]:
+    """Every rank's value, in their order; see `gather`."""
+    return [pickle.loads(data) for data in gather(label, pickle.dumps(value), limit)]
+
+
 def agree(
-    text: str, number: int, device: torch.device, failure: Exception | None = None, seed: int = 0
+    text: str, number: int, limit: float, failure: Exception | None = None, seed: int = 0
 ) -> int:
     """Compare what all ranks are about to do, before any of them does it; rank 0's `seed`.
 
     `number` is `digest(text)`, or 0 together with the `failure` of this rank. Where ranks differ or
-    one failed, every rank raises: RankError with the first difference, or its own failure.
+    one failed, every rank raises: RankError with the first difference, or its own failure. `limit`
+    are the seconds after which the ranks that have not come are given up.
     """
-    numbers = [
-        torch.zeros(2, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())
-    ]
-    dist.all_gather(numbers, torch.tensor([number, seed], device=device))
-    values = [int(n[0]) for n in numbers]
-    if all(value == number for value in values) and number:
-        return int(numbers[0][1])
-    texts: list[tuple[bool, str] | None] = [None] * len(values)
-    said = text if failure is None else f"{type(failure).__name__}: {failure}"
-    dist.all_gather_object(texts, (failure is not None, said))
+    status = watch().status
+    said = "" if failure is None else f"{type(failure).__name__}: {failure}"
+    try:
+        label = f"step {status.step + 1}"
+        parts = gather(label, START.pack(number, seed) + said.encode(), limit, said)
+    except RankError:
+        if failure is None:
+            raise
+        raise failure from None
+    starts = [START.unpack_from(part) for part in parts]
+    if number and all(other == number for other, _ in starts):
+        status.step += 1
+        return int(starts[0][1])
     if failure is not None:
         raise failure
-    for rank, (failed, other) in enumerate(t for t in texts if t is not None):
-        if failed:
-            raise RankError(f"rank {rank} could not start the step: {other}")
-    raise RankError(first_difference([t[1] for t in texts if t is not None]))
+    for rank, (other, _) in enumerate(starts):
+        if not other:
+            reason = parts[rank][START.size :].decode()
+            raise RankError(f"rank {rank} could not start the step: {reason}")
+    texts = gather("the comparison of steps", text.encode(), limit)
+    raise RankError(first_difference([data.decode() for data in texts]))
 
 
 def compare_parameters(
-    copies: Mapping[str, tuple[torch.Tensor, set[int]]], users: Mapping[str, set[int]]
+    copies: Mapping[str, tuple[torch.Tensor, set[int]]],
+    users: Mapping[str, set[int]],
+    limit: float,
 ) -> None:
     """Refuse to start where ranks hold different values of a parameter that they share.
 
@@ -67,13 +133,9 @@ def compare_parameters(
         return
     rank = dist.get_rank()
     sums = [checksum(t) if rank in ranks else 0 for t, ranks in copies.values()]
-    device = next(iter(copies.values()))[0].device
-    gathered = [
-        torch.zeros(len(sums), dtype=torch.int64, device=device)
-        for _ in range(dist.get_world_size())
-    ]
-    dist.all_gather(gathered, torch.tensor(sums, dtype=torch.int64, device=device))
-    rows = [part.tolist() for part in gathered]
+    packing = struct.Struct(f"<{len(sums)}q")
+    parts = gather("the comparison of parameters", packing.pack(*sums), limit)
+    rows = [packing.unpack(part) for part in parts]
     for index, (path, (_, ranks)) in enumerate(copies.items()):
         by_rank = {r: rows[r][index] for r in sorted(ranks)}
         freed = [r for r, value in by_rank.items() if not value]

@@ -11,9 +11,14 @@ from typing import Any, Protocol
 
 import torch
 
+from fxpipe.lowering.status import Status
+
 
 class Transport(Protocol):
     """Moves messages between ranks. One per rank and step; a message's tensors have known specs."""
+
+    status: Status
+    """Of the rank; the executor writes its action."""
 
     def send(self, message: str, tensors: Sequence[torch.Tensor]) -> None:
         """Start to send. Never blocks; the tensors must not change until `finish`."""

@@ -174,7 +174,7 @@ class RankBuilder:
         if len({p.microbatch_size for p in self.programs}) > 1:
             name += f"_rows{program.microbatch_size}"
         if not hasattr(self.root, name):
-            self.root.add_module(name, TaskModule(self.compile_graph(graph)))
+            self.root.add_module(name, TaskModule(self.compile_graph(graph), graph.graph))
         return name
 
     def argument(self, name: str, program: Program, place: tuple[int, int]) -> Any:
@@ -278,11 +278,14 @@ def keys_of(pair: Pair) -> tuple[Key, Key]:
 
 
 class TaskModule(torch.nn.Module):
-    """A compiled task as a submodule, so that the rank program calls it by name."""
+    """A compiled task as a submodule, so that the rank program calls it by name.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    `graph` is what was compiled: an error that it raises is traced back to the model's line.
+    """
+
+    def __init__(self, function: Callable[..., Any], graph: fx.Graph) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.graph = function, graph
 
     def forward(self, *arguments: Any) -> Any:
         return self.function(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,17 @@ class RankProgram:
     outputs: tuple[int, ...]
     gradients: tuple[str, ...]
     messages: Mapping[str, Message]
+
+    @cached_property
+    def tags(self) -> Mapping[str, int]:
+        """The first tag of each message; its tensors take one each."""
+        tags: dict[str, int] = {}
+        following: dict[tuple[int, int], int] = {}
+        for name in sorted(self.messages):
+            source, target, specs = self.messages[name]
+            tags[name] = following.get((source, target), 0)
+            following[source, target] = tags[name] + len(specs)
+        return tags
 
     def __str__(self) -> str:
         code = self.graph.code.strip().replace(f"{instructions.__name__.replace('.', '_')}_", "")

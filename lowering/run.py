@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +14,7 @@ from fxpipe.errors import ModelError, RankError
 from fxpipe.lowering.executor import Executor, Paused
 from fxpipe.lowering.rank_program import RankProgram, Slot
 from fxpipe.lowering.transport import GroupTransport, LocalTransport
+from fxpipe.lowering.watch import watch
 from fxpipe.program import Input, Join, Program, Role
 from fxpipe.random import draw_seed, seeds_of_step
 
@@ -60,6 +62,11 @@ class Plan:
         return self.executors[0].program.outputs
 
 
+def watched(plan: Plan) -> AbstractContextManager[None]:
+    """A block in which an error of this process is one of all processes."""
+    return nullcontext() if plan.timeout is None else watch().step()
+
+
 class Run:
     """One execution of a plan: started by the call, finished by it or by `backward`."""
 
@@ -80,7 +87,7 @@ class Run:
     def transport_for(self, program: RankProgram) -> LocalTransport | GroupTransport:
         if self.plan.timeout is None:
             return LocalTransport(self.boxes)
-        self.transport = GroupTransport(program.rank, program.messages, self.plan.timeout)
+        self.transport = GroupTransport(program, watch(), self.plan.timeout)
         return self.transport
 
     def values(self, program: RankProgram) -> list[Any]:
@@ -110,7 +117,8 @@ class Run:
 
     def finish(self, gradients: Sequence[torch.Tensor]) -> None:
         """The backward, given the gradients of the outputs."""
-        self.advance(self.split_gradients(gradients))
+        with watched(self.plan):
+            self.advance(self.split_gradients(gradients))
 
     def advance(self, given: tuple[torch.Tensor, ...] | None) -> tuple[Any, ...]:
         """Every rank in turn until each is done or paused. Ranks that wait let others go on."""

@@ -18,9 +18,9 @@ from fxpipe.log import logger
 from fxpipe.lowering.auto import choose_schedule, probe_schedule
 from fxpipe.lowering.decisions import Decisions, decisions_for, holders_of, with_trained
 from fxpipe.lowering.executor import Executor
-from fxpipe.lowering.group import agree, compare_parameters, digest
+from fxpipe.lowering.group import agree, compare_parameters, compiling, digest
 from fxpipe.lowering.lower import lower
-from fxpipe.lowering.run import PipelinedStep, Plan, Run, prologue_values
+from fxpipe.lowering.run import PipelinedStep, Plan, Run, prologue_values, watched
 from fxpipe.lowering.tasks import TaskCompiler
 from fxpipe.options import Options
 from fxpipe.pipeline import Pipeline
@@ -55,11 +55,12 @@ class Step:
 
     def __call__(self, *inputs: Any) -> list[Any]:
         plan, seed = self.plan_together(inputs)
-        if self.capture.training:
-            tensors = PipelinedStep.apply(plan, seed, *inputs)
-        else:
-            with torch.no_grad():
-                tensors = Run(plan, inputs, seed).start()
+        with watched(plan):
+            if self.capture.training:
+                tensors = PipelinedStep.apply(plan, seed, *inputs)
+            else:
+                with torch.no_grad():
+                    tensors = Run(plan, inputs, seed).start()
         return self.complete(plan, inputs, tensors)
 
     def complete(self, plan: Plan, inputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
@@ -96,15 +97,14 @@ class Step:
         if self.world_size == 1:
             plan = self.plan(inputs)
             return plan, plan.draw_seed()
-        device = next(
-            (v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu")
-        )
+        limit = self.options.timeout
         try:
-            plan = self.plan(inputs)
+            with compiling(self.world_size):
+                plan = self.plan(inputs)
         except Exception as error:
-            agree("", 0, device, failure=error)
+            agree("", 0, limit, failure=error)
             raise
-        seed = agree(plan.text, plan.digest, device, seed=plan.draw_seed())
+        seed = agree(plan.text, plan.digest, limit, seed=plan.draw_seed())
         if not plan.compared:
             self.compare_parameters(plan.program, inputs)
             plan.compared = True
@@ -120,7 +120,7 @@ class Step:
             for name, ranks in sharing.items()
             if len(ranks) > 1
         }
-        compare_parameters(copies, users)
+        compare_parameters(copies, users, self.options.timeout)
 
     def plan(self, inputs: Sequence[Any]) -> Plan:
         symbols = self.symbols(inputs)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fxpipe.errors import RankError
-from fxpipe.lowering.rank_program import Message, Spec
+from fxpipe.lowering.rank_program import RankProgram, Spec
+from fxpipe.lowering.status import Status
+from fxpipe.lowering.watch import Watch
+
+# A tag is below 2**31: enough for this many tensors between two ranks in a step, and for this many
+# steps begun before the first of them has ended.
+MESSAGES = 2**23
+STEPS_IN_FLIGHT = 2**8 - 1
 
 
 class LocalTransport:
@@ -19,6 +25,7 @@ class LocalTransport:
 
     def __init__(self, boxes: dict[str, tuple[torch.Tensor, ...]]) -> None:
         self.boxes = boxes
+        self.status = Status()
 
     def send(self, message: str, tensors: Sequence[torch.Tensor]) -> None:
         self.boxes[message] = tuple(tensors)
@@ -37,30 +44,41 @@ class GroupTransport:
     """One rank a process: gloo or NCCL. Receives are posted early, sends do not block.
 
     A message's tag is its number among the messages of its pair of ranks, so that messages cannot
-    be mistaken for one another whatever order they come in.
+    be mistaken for one another whatever order they come in; and it holds the number of the step,
+    since a step of another model may run between this one's forward and its backward. Waits end,
+    with the error that all ranks raise, when another rank fails: see fxpipe.lowering.watch.
     """
 
-    def __init__(self, rank: int, messages: Mapping[str, Message], timeout: float) -> None:
-        self.rank = rank
-        self.messages = messages
-        self.timeout = timedelta(seconds=timeout)
-        self.tags = tags_of(messages)
+    def __init__(self, program: RankProgram, watch: Watch, timeout: float) -> None:
+        self.messages = program.messages
+        self.tags = program.tags
+        self.watch = watch
+        self.status = watch.status
+        self.timeout = timeout
+        self.first_tag = self.status.step % STEPS_IN_FLIGHT * MESSAGES
+        # The watch gives a wait up before this; it is for a watch that has died.
+        self.last_resort = timedelta(seconds=timeout + 8)
         self.receiving: dict[str, tuple[list[torch.Tensor], list[Any]]] = {}
         self.sending: list[tuple[str, list[torch.Tensor], list[Any]]] = []
 
     def send(self, message: str, tensors: Sequence[torch.Tensor]) -> None:
         _, target, specs = self.messages[message]
         packed = [pack(tensor, spec) for tensor, spec in zip(tensors, specs)]
-        tag = self.tags[message]
-        works = [dist.isend(t, target, tag=tag + i) for i, t in enumerate(packed) if t.numel()]
-        self.sending.append((message, packed, works))
+        self.sending.append((message, packed, self.start(dist.isend, packed, target, message)))
 
     def post(self, message: str) -> None:
         source, _, specs = self.messages[message]
         buffers = [buffer_for(spec) for spec in specs]
-        tag = self.tags[message]
-        works = [dist.irecv(t, source, tag=tag + i) for i, t in enumerate(buffers) if t.numel()]
-        self.receiving[message] = buffers, works
+        self.receiving[message] = buffers, self.start(dist.irecv, buffers, source, message)
+
+    def start(
+        self, function: Any, tensors: Sequence[torch.Tensor], other: int, message: str
+    ) -> list[Any]:
+        tag = self.first_tag + self.tags[message]
+        try:
+            return [function(t, other, tag=tag + i) for i, t in enumerate(tensors) if t.numel()]
+        except RuntimeError as error:
+            raise self.watch.lost(error) from error
 
     def ready(self, message: str) -> bool:
         return True
@@ -78,29 +96,19 @@ class GroupTransport:
         self.sending.clear()
 
     def finish_works(self, works: Sequence[Any], what: str) -> None:
-        start = time.monotonic()
+        # The watch sees either this wait or is seen here: what comes first holds for both.
+        self.status.wait(what, self.timeout)
+        if self.watch.failure is not None:
+            raise self.watch.error()
         try:
             for work in works:
-                work.wait(self.timeout)
+                work.wait(self.last_resort)
         except RuntimeError as error:
-            seconds = time.monotonic() - start
-            raise RankError(
-                f"rank {self.rank} waited {seconds:.1f} s for {what} and it did not come: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
+            raise self.watch.lost(error) from error
+        self.status.message = ""
 
 
-def tags_of(messages: Mapping[str, Message]) -> dict[str, int]:
-    """The first tag of each message; its tensors take one each."""
-    tags: dict[str, int] = {}
-    following: dict[tuple[int, int], int] = {}
-    for name in sorted(messages):
-        pair = messages[name][:2]
-        tags[name] = following.get(pair, 0)
-        following[pair] = tags[name] + len(messages[name].specs)
-    return tags
-
-
+@cache
 def order_in_memory(spec: Spec) -> list[int]:
     """The dimensions from the one with the largest stride to the one with the smallest."""
     dims = range(len(spec.shape))

@@ -20,7 +20,8 @@ from fxpipe.torch_private import expression
 VIEWS = frozenset(
     "view view_as reshape reshape_as flatten unflatten squeeze unsqueeze permute transpose t "
     "swapaxes movedim expand expand_as getitem getattr select narrow split chunk unbind diagonal "
-    "tensor_split unfold detach alias to type float double half bfloat16 contiguous".split()
+    "tensor_split unfold detach get_data_attr alias to type float double half bfloat16 "
+    "contiguous".split()
 )
 IN_PLACE_OPERATORS = frozenset(
     "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor imatmul".split()

@@ -1,4 +1,4 @@
-"""The gradient of a parameter that several stages use to one partial gradient per stage."""
+"""The gradient of a parameter that several stages use to gradients that one stage makes each."""
 
 from __future__ import annotations
 

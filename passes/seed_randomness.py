@@ -161,21 +161,15 @@ class _Seeder:
 
 def check(node: fx.Node) -> None:
     """Refuse a node that has no function of a seed."""
-    given = arguments_of(node)
     name = name_of(node.target)
-    if given.get("generator") is not None:
-        raise ModelError(
-            f"{name} draws from a generator of its own, at {where(node)}, which ranks and "
-            f"microbatches cannot share; leave the generator out and seed with torch.manual_seed"
-        )
     kinds = {value.dtype for value in tensors_of(node.meta["val"])}
     strange = [k for k in kinds if (k.is_floating_point or k.is_complex) and k not in FRACTION_BITS]
     if node.target not in OPERATORS or strange:
         of = f" of {strange[0]}" if strange else ""
         raise ModelError(
-            f"{name}{of} draws random numbers, at {where(node)}, in a way that cannot be replayed "
-            f"for each microbatch; make it from torch.rand, randn, bernoulli or another of "
-            f"{', '.join(sorted({name_of(op) for op in OPERATORS}))}"
+            f"{name}{of} draws random numbers, at {where(node)}, in a way that microbatches and "
+            f"ranks cannot replay; draw with dropout, rand, randn, bernoulli or multinomial, or "
+            f"pass what is drawn as an argument"
         )
 
 

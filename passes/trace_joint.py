@@ -10,7 +10,7 @@ import torch.fx as fx
 
 from fxpipe.errors import CaptureError, ModelError
 from fxpipe.passes._graph import aten, results_of
-from fxpipe.program import Input, Program, Result, Role, where
+from fxpipe.program import Input, Program, Result, Role
 from fxpipe.torch_private import describe_outputs, describe_placeholder, export_joint, expression
 
 
@@ -150,9 +150,13 @@ def keep_what_backward_reads(joint: fx.GraphModule, results: list[Result]) -> No
         readers = [user for user in buffer.users if user.meta.get("backward")]
         if not readers:
             continue
-        first = next(n for n in joint.graph.nodes if n.op != "placeholder")
+        # Next to its first use, so that both come to be in one stage.
+        first = next(n for n in joint.graph.nodes if n in buffer.users)
         with joint.graph.inserting_before(first):
             saved = joint.graph.call_function(aten.clone.default, (buffer,))
-        saved.meta = {"val": buffer.meta["val"], "stack_trace": where(buffer)}
+        saved.meta = {
+            k: v for k, v in first.meta.items() if k in ("stack_trace", "nn_module_stack")
+        }
+        saved.meta["val"] = buffer.meta["val"]
         for user in readers:
             user.replace_input_with(buffer, saved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fxpipe.capture import Capture, capture
+from fxpipe.lowering.executor import Executor
+from fxpipe.lowering.lower import lower
+from fxpipe.lowering.rank_program import RankProgram
+from fxpipe.lowering.transport import LocalTransport
 from fxpipe.options import Options
 from fxpipe.passes import default_pipeline
 from fxpipe.pipeline import name_of
@@ -35,6 +39,10 @@ class Captured:
         if self.capture.batch_symbol is not None:
             sizes[self.capture.batch_symbol] = rows
         return self.capture.program(self.options, sizes, microbatches, ranks)
+
+    def with_options(self, **options: Any) -> Captured:
+        """The same graph for passes with other options."""
+        return replace(self, options=Options.parse(options))
 
     @property
     def sizes(self) -> dict[Any, int]:
@@ -170,6 +178,43 @@ def run_tasks(
     for (_, name), total in sums.items():
         gradients[name] = gradients[name] + total if name in gradients else total
     return found, gradients
+
+
+# Running rank programs, all ranks in this process.
+
+
+def lowered(
+    program: Program, compile_graph: Any = lambda graph: graph.forward
+) -> list[RankProgram]:
+    """The rank program of every rank, for microbatches of equal sizes."""
+    programs = [program] * program.num_microbatches
+    return [lower(programs, rank, compile_graph) for rank in range(program.schedule.num_ranks)]
+
+
+def slot_values(ran: RankProgram, parts: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """What fills a rank program's placeholders, of the values of each microbatch."""
+    return [parts[slot.microbatch or 0][slot.name] for slot in ran.slots]
+
+
+def run_ranks(
+    ranks: Sequence[RankProgram], parts: Sequence[Mapping[str, Any]], free: bool = True
+) -> list[tuple[Any, ...]]:
+    """The results of every rank; ranks take turns where they wait for a message."""
+    boxes: dict[str, tuple[Tensor, ...]] = {}
+    steps = {
+        ran.rank: Executor(ran, free).run(LocalTransport(boxes), slot_values(ran, parts))
+        for ran in ranks
+    }
+    results: dict[int, tuple[Any, ...]] = {}
+    for _ in range(1000):
+        for rank in [rank for rank in steps if rank not in results]:
+            try:
+                next(steps[rank])
+            except StopIteration as stop:
+                results[rank] = stop.value
+        if len(results) == len(ranks):
+            return [results[ran.rank] for ran in ranks]
+    raise AssertionError(f"only ranks {sorted(results)} came to an end")
 
 
 # Small models, double precision.

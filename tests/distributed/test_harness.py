@@ -21,12 +21,12 @@ def add_up(rank: int, world_size: int, start: int) -> int:
     return int(value)
 
 
-def misbehave(rank: int, world_size: int, folder: Path) -> None:
+def misbehave(rank: int, world_size: int, notes: Path) -> None:
     """Rank 0 raises; rank 1 sleeps for ever and has started a process that does so, too."""
     if rank == 0:
         raise ValueError("no such luck")
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    (folder / "pids").write_text(f"{os.getpid()} {sleeper.pid}")
+    (notes / "pids").write_text(f"{os.getpid()} {sleeper.pid}")
     time.sleep(600)
 
 
@@ -44,7 +44,7 @@ def test_ranks_return_what_they_computed_together(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_ranks_that_raise_or_hang_are_told_and_killed(tmp_path: Path) -> None:
-    raised, hung = run_to_the_end(misbehave, 2, tmp_path, timeout=15.0, folder=tmp_path)
+    raised, hung = run_to_the_end(misbehave, 2, tmp_path, timeout=15.0, notes=tmp_path)
     assert raised.exit_code == 1 and "ValueError: no such luck" in str(raised.error)
     assert hung.exit_code is None
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]

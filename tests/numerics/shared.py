@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class SharedCapture:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.options = Options()
-        self.kept: dict[Hashable, Program] = {}
+        self.kept: dict[Hashable, dict[str, Any]] = {}
         self.captured: Capture | None = None
         self.model = case.model()
         self.compiled = torch.compile(self.model, backend=self.backend)
@@ -50,31 +50,25 @@ class SharedCapture:
 
 @dataclass(frozen=True)
 class KeepingPipeline(Pipeline):
-    """A pipeline that keeps what a pass made, for programs in which it reads the same."""
+    """A pipeline that keeps what a pass changed, for programs in which it reads the same."""
 
-    kept: dict[Hashable, Program] = field(default_factory=dict)
+    kept: dict[Hashable, dict[str, Any]] = field(default_factory=dict)
 
     def run(self, number: int, pass_: Pass, program: Program) -> Program:
         key = what_is_read(name_of(pass_), program)
         if key is None:
             return super().run(number, pass_, program)
         if key not in self.kept:
-            self.kept[key] = super().run(number, pass_, program)
-        return replace(
-            self.kept[key],
-            options=program.options,
-            num_microbatches=program.num_microbatches,
-            num_ranks=program.num_ranks,
-            schedule=program.schedule,
-            holders=program.holders,
-            places=program.places,
-        )
+            made = super().run(number, pass_, program)
+            values = {entry.name: getattr(made, entry.name) for entry in fields(made)}
+            self.kept[key] = {n: v for n, v in values.items() if v is not getattr(program, n)}
+        return replace(program, **self.kept[key])
 
 
 def what_is_read(name: str, program: Program) -> Hashable | None:
     """What a pass's result depends on within one capture; None: the pass runs each time."""
     key = name, program.microbatch_size
-    if name in ("split_loss", "trace_joint", "normalize"):
+    if name in ("split_loss", "expose_randomness", "trace_joint", "normalize", "seed_randomness"):
         return key
     key = *key, program.options.stages, tuple(program.places.items())
     if name in ("assign_stages", "partial_gradients", "make_cuts_dense"):

@@ -29,11 +29,16 @@ def test_detached_and_unused_values_go(mlp: Captured) -> None:
     before = run_until(mlp.program(rows=2), "trace_joint")
     after = Normalize()(before)
     gone = [line for line in joint_text(before).splitlines() if line not in joint_text(after)]
-    assert_expected_inline("\n".join(gone), """\
+    assert_expected_inline(
+        "\n".join(gone),
+        """\
   %detach: f64[2, 3] = detach(%tanh)
   %detach_1: f64[2, 3] = detach(%detach)
-  %tanh_backward: f64[2, 3] = tanh_backward(%mm, %detach_1)""")
-    assert_expected_inline(joint_text(after), """\
+  %tanh_backward: f64[2, 3] = tanh_backward(%mm, %detach_1)""",
+    )
+    assert_expected_inline(
+        joint_text(after),
+        """\
 graph joint(
     %layers_0_weight: f64[3, 3],
     %layers_0_bias: f64[3],
@@ -69,7 +74,8 @@ graph joint(
   %sum_2: f64[1, 3] = sum.dim_IntList(%tanh_backward, [0], True)
   %view_1: f64[3] = view(%sum_2, [3])
   %t_8: f64[3, 3] = t(%t_7)
-  return (%mul, %t_8, %view_1, %t_5, %view)""")
+  return (%mul, %t_8, %view_1, %t_5, %view)""",
+    )
 
 
 def test_numbers_stay_the_same(mlp: Captured) -> None:

@@ -433,7 +433,9 @@ class Masked(nn.Module):
 def test_mask_count_moves_into_the_prologue() -> None:
     rows = torch.ones(5, dtype=torch.float64, requires_grad=True)
     after = SplitLoss()(captured(Masked(), rows, rows.detach().clone()).program(rows=2))
-    assert_expected_inline(model_text(after), """\
+    assert_expected_inline(
+        model_text(after),
+        """\
 graph model(
     %h_size_0: int(s31),
     %h: f64[s31],
@@ -444,13 +446,17 @@ graph model(
   %mul: f64[s31] = operator.mul(%h, %mask)
   %sum_3: f64[] = %mul.sum()
   %truediv_2: f64[] = operator.truediv(%sum_3, %prologue_1)
-  return (%truediv_2,)""")
+  return (%truediv_2,)""",
+    )
     assert after.prologue is not None
-    assert_expected_inline(format_graph("prologue", after.prologue), """\
+    assert_expected_inline(
+        format_graph("prologue", after.prologue),
+        """\
 graph prologue(%h_size_0: int(s31), %h: f64[s31], %mask_size_0: int(s31), %mask: f64[s31])
   %sum_2: f64[] = %mask.sum()
   %truediv: f64[] = operator.truediv(%sum_2, %mask_size_0)
-  return (%truediv,)""")
+  return (%truediv,)""",
+    )
 
 
 class Classified(nn.Module):
@@ -465,11 +471,14 @@ def test_cross_entropy_is_divided_by_the_count_of_the_whole_batch() -> None:
     ((quotient, _),) = ((user, user.args) for user in count.users)
     assert quotient.args[0].kwargs["reduction"] == "sum"
     assert after.prologue is not None
-    assert_expected_inline(format_graph("prologue", after.prologue), """\
+    assert_expected_inline(
+        format_graph("prologue", after.prologue),
+        """\
 graph prologue(%h_size_0: int(s75), %h: f64[s75, 4], %labels: i64[s75])
   %ne = operator.ne(%labels, -100)
   %sum_1 = %ne.sum()
-  return (%sum_1,)""")
+  return (%sum_1,)""",
+    )
 
 
 def test_forward_with_the_rows_in_front_has_nothing_to_split() -> None:

@@ -81,9 +81,7 @@ def assert_eagers(found: tuple[torch.Tensor, Gradients]) -> None:
         assert_close(found[1][name], gradient, 1e-10, f"gradient of {name}")
 
 
-@pytest.mark.parametrize(
-    ("stages", "ranks", "microbatches"), [(4, None, 8), (4, 2, 5), (3, 2, 3), (4, 4, 2)]
-)
+@pytest.mark.parametrize(("stages", "ranks", "microbatches"), [(4, None, 8), (3, 2, 5)])
 @pytest.mark.parametrize("name", families())
 def test_every_family_trains(name: str, stages: int, ranks: int | None, microbatches: int) -> None:
     assert_trains(name, stages, microbatches, ranks=ranks)
@@ -109,21 +107,22 @@ def test_families_train_by_the_backends_name_with_every_check(name: str) -> None
 
 
 def test_a_batch_of_fewer_rows_than_microbatches_trains_the_replicas_too() -> None:
-    """The second pipeline of chimera gets no microbatch of it, and the sum all the same."""
+    """Two of the four pipelines get no microbatch of it, and the sums all the same."""
     capture = gpt()
-    step = capture.use(stages=4, microbatches=8, schedule="chimera")
+    step = capture.use(stages=4, microbatches=8, schedule="chimera:f=2")
     model = CASES["gpt"].model()
     tokens, targets = CASES["gpt"].inputs()
-    model(tokens[4:5], targets[4:5]).backward()
+    model(tokens[:2], targets[:2]).backward()
+    step(tokens, targets)
     capture.model.zero_grad()
-    step(tokens[4:5], targets[4:5]).backward()
-    for name, parameter in model.named_parameters():
-        found = dict(capture.model.named_parameters())[name].grad
-        assert found is not None and parameter.grad is not None
-        assert_close(found, parameter.grad, 1e-10, name)
-    plan = list(capture.step.plans.values())[-1]
-    assert {r.receivers for r in plan.program.reductions.values()} == {(0, 3), (1, 2)}
-    assert {len(r.contributors) for r in plan.program.reductions.values()} == {1, 2}
+    step(tokens[:2], targets[:2]).backward()
+    for name, parameter in capture.model.named_parameters():
+        expected = model.get_parameter(name).grad
+        assert parameter.grad is not None and expected is not None
+        assert_close(parameter.grad, expected, 1e-10, name)
+    _, plan = capture.step.plans.values()
+    assert {r.contributors for r in plan.program.reductions.values()} == {(0, 3), (1, 2)}
+    assert {r.receivers for r in plan.program.reductions.values()} == {(0, 1, 2, 3)}
 
 
 # Pairs.

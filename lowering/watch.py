@@ -1,0 +1,382 @@
+"""What each process of a group is at -> one error, on all of them, when one fails or stalls.
+
+A thread per process tells the others several times a second what its rank is doing, and hears what
+they do. It ends the waits of its own rank once another has raised, died, or not moved for longer
+than the option `timeout`. Times are durations by a process's own clock: when a value last changed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from fxpipe.errors import RankError
+from fxpipe.log import logger
+from fxpipe.lowering.links import Meeting
+from fxpipe.lowering.news import News, Peer
+from fxpipe.lowering.rounds import Rounds
+from fxpipe.lowering.status import Report, Status
+
+log = logger(__name__)
+KEY = "fxpipe/watch"
+PERIOD = 0.1  # seconds between two tellings in a small group
+GRACE = 1.0  # seconds in which what a process sent before its end may still arrive
+LAST_WORDS = 0.3  # seconds in which all ranks say where a failure met them
+SLOW_NEWS = 3.0  # seconds until the reason for a lost connection is known, at the latest
+COMPILING = 1800.0  # seconds for which a rank that lives may compile the same thing
+PROBE_TAG = 2**31 - 1  # of receives that nobody answers
+
+
+class Failure(NamedTuple):
+    """The first failure: whose, and a sentence on it."""
+
+    rank: int
+    text: str
+
+
+class Watch:
+    """The watch of one process over the default group. `status` is written by the step."""
+
+    def __init__(self) -> None:
+        self.group = dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.is_gloo = "cpu:gloo" in dist.get_backend_config()
+        self.store = self.group.get_group_store()
+        self.status = Status()
+        self.failure: Failure | None = None
+        self.story = ""  # the failure, and what every rank was at
+        self.told = threading.Event()  # the story is complete
+        self.connected = threading.Event()
+        self.closing = self.in_round = False
+        self.news = News(self.rank, self.size)
+        self.rounds = Rounds(self.rank, {})
+        self.period = max(PERIOD, self.size * PERIOD / 10)
+        self.probed = self.spoken = 0.0
+        self.meeting = Meeting(self.rank, self.size, self.store, KEY, ("news", "rounds"))
+        self.thread = threading.Thread(target=self.run, name="fxpipe-watch", daemon=True)
+        self.thread.start()
+
+    # For the step.
+
+    @contextlib.contextmanager
+    def step(self, first: str = "start") -> Iterator[None]:
+        """An error in this block is every rank's; raised here as a RankError."""
+        self.status.action = first
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, RankError):
+                text, cause = str(error), error.__cause__
+            else:
+                text = f"rank {self.rank} failed {self.status.report()}: {in_short(error)}"
+                cause = error
+            self.fail(self.rank, text)
+            told = self.error()
+            if text == str(told):
+                raise
+            raise told from cause
+        finally:
+            self.status.action = self.status.message = ""
+
+    def check(self) -> None:
+        """Raise where a failure has been told."""
+        if self.failure is not None:
+            raise self.error()
+
+    def error(self) -> RankError:
+        """What to raise after a failure, once it is known what every rank was at."""
+        self.told.wait(SLOW_NEWS)
+        assert self.failure is not None
+        return RankError(self.story or self.failure.text)
+
+    def lost(self, error: Exception) -> RankError:
+        """What to raise for a message that broke. Mostly the news of a failure are on their way."""
+        if not self.told.wait(SLOW_NEWS):
+            doing = self.status.report()
+            cause = str(error).splitlines()[0]
+            self.fail(self.rank, f"rank {self.rank} failed {doing}: {cause}")
+        return self.error()
+
+    def fail(self, rank: int, text: str) -> None:
+        """Tell everybody of a failure, unless one is known already."""
+        with self.news.lock:
+            if self.failure is None:
+                self.failure = Failure(rank, text)
+                self.news.send({"failed": [rank, text]})
+        self.meeting.stop()
+        self.news.wake()
+
+    def round(self, label: str, data: bytes, limit: float) -> dict[int, tuple[str, bytes]]:
+        """See `Rounds.exchange`; raises RankError where a rank does not come."""
+        self.check()
+        self.in_round = True
+        self.missing(label, limit, [r for r in range(self.size) if r != self.rank])
+        try:
+            while not self.connected.wait(0.05):
+                self.check()
+            parts = self.rounds.exchange(
+                label, data, lambda missing: self.missing(label, limit, missing)
+            )
+        finally:
+            self.in_round = False
+            self.status.message = ""
+        return parts
+
+    def missing(self, label: str, limit: float, ranks: list[int]) -> None:
+        """Note who has not come to a round; raise where that has become a failure."""
+        self.check()
+        who = f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        message = f"{who} to come to {label}"
+        if not self.status.message:
+            self.status.wait(message, limit)
+        self.status.message = message
+
+    # The thread.
+
+    def run(self) -> None:
+        try:
+            if self.meeting.run(self.look):
+                self.connect()
+            while not self.closing:
+                self.listen(self.period)
+                self.tell()
+                self.judge()
+                if self.failure is not None and not self.told.is_set():
+                    self.conclude()
+                if dist.group.WORLD is not self.group:
+                    self.leave("it left the process group")
+        except Exception as error:
+            if not self.closing:
+                log.exception("the watch of rank %d failed", self.rank)
+                self.failure = self.failure or Failure(self.rank, f"its watch failed: {error}")
+                self.told.set()
+
+    def connect(self) -> None:
+        links = self.meeting.links
+        others = list(self.news.peers)
+        self.news.connect({other: links[other, "news"] for other in others})
+        self.rounds = Rounds(self.rank, {other: links[other, "rounds"] for other in others})
+        self.connected.set()
+
+    def look(self, missing: list[int]) -> None:
+        """While processes still meet: whether one that has not come ever will."""
+        now = time.monotonic()
+        if self.is_gloo and now - self.probed > 5 * PERIOD:
+            self.probed = now
+            for rank in missing:
+                if has_left(rank):
+                    self.news.peers[rank].end(self.last_word_of(rank))
+        self.judge()
+
+    def last_word_of(self, rank: int) -> str:
+        key = f"{KEY}/ended/{rank}"
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+    def listen(self, seconds: float) -> None:
+        for peer, message in self.news.listen(seconds):
+            match message:
+                case {"at": at, "last": last}:
+                    peer.hear(Report(*at), last)
+                case {"failed": [rank, text]}:
+                    self.failure = self.failure or Failure(rank, text)
+                case {"bye": text}:
+                    peer.end(text)
+
+    def tell(self, last: bool = False) -> None:
+        if last or time.monotonic() - self.spoken >= self.period / 2:
+            self.spoken = time.monotonic()
+            self.news.send({"at": self.status.report(), "last": last}, droppable=not last)
+
+    def judge(self) -> None:
+        """Whether another rank can never go on, or this one waits in vain."""
+        if self.failure is not None:
+            return
+        now, status = time.monotonic(), self.status
+        waiting, since, limit = bool(status.message), status.since, status.limit
+        step = status.step if status.action else 0
+        peers = list(self.news.peers.values())
+        if not self.connected.is_set():
+            peers = [self.news.peers[rank] for rank in self.meeting.missing()]
+        for peer in peers:
+            if peer.ended is not None and (waiting or not peer.farewell):
+                if now - max(peer.ended, since if waiting else 0.0) > GRACE:
+                    return self.fail(peer.rank, ended(peer, step))
+        if not waiting or now - since <= limit:
+            return
+        for peer in peers:
+            if now - max(since, peer.heard) > limit:
+                return self.fail(peer.rank, silent(peer, step, now - peer.heard, limit))
+        still = [peer for peer in peers if now - max(since, peer.changed) > limit]
+        for peer in still:
+            assert peer.report is not None
+            patience = COMPILING if peer.report.compiling else limit
+            if not peer.report.awaited and now - peer.changed > patience:
+                return self.fail(peer.rank, stalled(peer, now - peer.changed, limit))
+        if all(peer in still and peer.report.awaited for peer in peers if peer.report):
+            self.fail(self.rank, f"all ranks wait for each other, longer than timeout={limit:g}")
+
+    def conclude(self) -> None:
+        """End this rank's wait, hear where the failure met the others, and write the story."""
+        own = self.status.report()
+        self.tell(last=True)
+        if own.awaited and not self.in_round:
+            self.interrupt()
+        deadline = time.monotonic() + LAST_WORDS
+        while any(p.ended is None and not p.has_last_words for p in self.news.peers.values()):
+            if time.monotonic() > deadline or not self.connected.is_set():
+                break
+            self.listen(0.02)
+        assert self.failure is not None
+        rank, text = self.failure
+        reports = {self.rank: own} | {r: peer.report for r, peer in self.news.peers.items()}
+        lines = [
+            f"rank {r} was {report or 'not there yet'}"
+            for r, report in sorted(reports.items())
+            if r != rank
+        ]
+        self.story = f"{text}; when it stopped: {', '.join(lines)}"
+        self.told.set()
+
+    def interrupt(self) -> None:
+        """End the waits for messages of this process."""
+        if not self.is_gloo:
+            self.group.abort()
+            return
+        # gloo has no such call; but a wait that runs out of time ends all waits of its group.
+        for rank in self.news.peers:
+            with contextlib.suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), rank, tag=PROBE_TAG)
+                with contextlib.suppress(RuntimeError):
+                    work.wait(timedelta(milliseconds=1))
+                return
+
+    def leave(self, text: str) -> None:
+        """Say goodbye and close; the process may start another watch."""
+        self.closing = True
+        self.meeting.stop()
+        self.news.send({"bye": text})
+        self.news.close()
+        self.rounds.close()
+
+    def connections(self) -> list[socket.socket]:
+        news = [p.connection for p in self.news.peers.values() if p.connection is not None]
+        return [*news, *self.rounds.connections.values(), *self.meeting.links.values()]
+
+    def close(self, text: str) -> None:
+        """`leave` from another thread, once the watch's own is over."""
+        self.closing = True
+        self.meeting.stop()
+        self.news.wake()
+        self.thread.join(1.0)
+        self.leave(text)
+
+
+def has_left(rank: int) -> bool:
+    """Whether gloo has lost the connection to a rank. It says so to the next receive."""
+    try:
+        dist.irecv(torch.empty(1), rank, tag=PROBE_TAG)
+    except RuntimeError:
+        return True
+    except ValueError:  # this process has left the group itself
+        pass
+    return False
+
+
+# Sentences.
+
+
+def place(peer: Peer, step: int = 0) -> str:
+    """Where a rank was; it is at least in the step that this rank is in, which began for all."""
+    if peer.report is None:
+        return "before its first step"
+    if peer.report.step < step:
+        return f"at the start of step {step}"
+    return peer.report.where
+
+
+def ended(peer: Peer, step: int) -> str:
+    if peer.farewell:
+        return f"rank {peer.rank} ended {place(peer)}: {peer.farewell}"
+    return (
+        f"rank {peer.rank} died, last heard of {place(peer, step)}: its process ended without a "
+        f"word, so it was killed or crashed"
+    )
+
+
+def silent(peer: Peer, step: int, seconds: float, limit: float) -> str:
+    if peer.report is None:
+        return (
+            f"rank {peer.rank} stalled before its first step: it has not come there within "
+            f"timeout={limit:g} s"
+        )
+    return (
+        f"rank {peer.rank} stalled, last heard of {place(peer, step)}: its process has "
+        f"not answered for {seconds:.1f} s, longer than timeout={limit:g}; it was stopped, or its "
+        f"machine is lost"
+    )
+
+
+def stalled(peer: Peer, seconds: float, limit: float) -> str:
+    assert peer.report is not None
+    return (
+        f"rank {peer.rank} stalled {peer.report.where}: it has been there for {seconds:.1f} s, "
+        f"longer than timeout={limit:g}; if it only is slow, give a longer timeout"
+    )
+
+
+def in_short(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+# One watch at a time.
+
+_watch: Watch | None = None
+
+
+def watch() -> Watch:
+    """The watch of the default group: started by the first call."""
+    global _watch
+    if _watch is None or _watch.group is not dist.group.WORLD:
+        if _watch is not None and not _watch.closing:
+            _watch.close("it left the process group")
+        _watch = Watch()
+    return _watch
+
+
+@atexit.register
+def say_goodbye() -> None:
+    """Tell the others why this process ends, as far as Python knows."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    text = "its process ended" + (f" with {in_short(error)}" if error is not None else "")
+    if _watch is not None and not _watch.closing:
+        _watch.close(text)
+    elif dist.is_available() and dist.is_initialized():
+        # Those who wait for the first step of this process find it here.
+        with contextlib.suppress(Exception):
+            dist.group.WORLD.get_group_store().set(f"{KEY}/ended/{dist.get_rank()}", text)
+
+
+def forget() -> None:
+    """In a forked child: its copies of the connections would hide this process's end."""
+    global _watch
+    if _watch is not None:
+        _watch.closing = True
+        for connection in _watch.connections():
+            connection.close()
+        _watch = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget)
