@@ -3,7 +3,8 @@
 Two gloo ranks with one thread each. All contestants live in the same two processes and run a few
 steps in turn, round after round, so that whatever else the machine does falls on all of them. A
 step is zero_grad, all microbatches forward and backward, and SGD; its time is that of the slower
-rank. A ratio is the median over rounds of (time of fxpipe / time of torch in the same round).
+rank, its CPU time that of both. A ratio is the median over rounds of (time / torch's time in the
+same round). On a busy machine only the CPU times say much.
 
 python benchmarks/against_torch.py --preset medium --schedules 1f1b gpipe
 """
@@ -15,6 +16,7 @@ import copy
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -231,12 +233,19 @@ def work(rank: int, store: str, arguments: argparse.Namespace) -> None:
         run.first = run.run()
         for _ in range(arguments.warm):
             run.run()
+        progress(f"{run.schedule}, {run.name}: first step {run.first:.1f} s")
     for number in range(arguments.rounds):
+        progress(f"round {number + 1} of {arguments.rounds}")
         turn = number % len(runs)
         for run in runs[turn:] + runs[:turn]:
             run.run_round(arguments.steps)
     report(runs, arguments, load)
     dist.destroy_process_group()
+
+
+def progress(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def report(runs: Sequence[Contestant], arguments: argparse.Namespace, load: float) -> None:
@@ -248,12 +257,10 @@ def report(runs: Sequence[Contestant], arguments: argparse.Namespace, load: floa
         return
     rows = [summary(run, *zip(*parts)) for run, parts in zip(runs, zip(*gathered))]
     for row in rows:
-        peers = [r for r in rows if r["schedule"] == row["schedule"]]
-        for key, name in (("ratio", "torch"), ("ratio_compiled", "torch, compiled")):
-            peer = next((r for r in peers if r["name"] == name), None)
-            if peer is not None:
-                pairs = zip(row["rounds_ms"], peer["rounds_ms"])
-                row[key] = statistics.median(own / other for own, other in pairs)
+        peer = next(r for r in rows if (r["schedule"], r["name"]) == (row["schedule"], "torch"))
+        for key in ("ms", "cpu_ms"):
+            ratios = (own / other for own, other in zip(row["rounds"][key], peer["rounds"][key]))
+            row[f"ratio_{key}"] = statistics.median(ratios)
     losses = {round(row["loss"], 3) for row in rows}
     print_table(rows, arguments, load, losses)
     facts = vars(arguments) | {"load_before": load, "load_after": os.getloadavg()[0]}
@@ -267,18 +274,19 @@ def summary(
     busy: Sequence[list[float]],
     losses: Sequence[float],
 ) -> dict[str, Any]:
-    rounds = [
+    times = [
         1e3 * statistics.median(max(step) for step in zip(*of_ranks)) for of_ranks in zip(*seconds)
     ]
+    cpu_times = [1e3 * sum(of_ranks) for of_ranks in zip(*busy)]
     return {
         "name": run.name,
         "schedule": run.schedule,
         "first_s": max(firsts),
-        "rounds_ms": rounds,
-        "median_ms": statistics.median(rounds),
-        "least_ms": min(rounds),
-        "cpu_ms": 1e3 * statistics.median(sum(parts) for parts in zip(*busy)),
+        "ms": statistics.median(times),
+        "least_ms": min(times),
+        "cpu_ms": statistics.median(cpu_times),
         "loss": losses[-1],
+        "rounds": {"ms": times, "cpu_ms": cpu_times},
     }
 
 
@@ -291,15 +299,16 @@ def print_table(
         f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after; last losses {sorted(losses)}"
     )
     print(
-        "schedule          contestant         first s  median ms  least ms   CPU ms  /torch  /comp."
+        "                                                step ms             CPU ms      to torch's"
+    )
+    print(
+        "schedule          contestant         first s   median   least    of ranks      ms    CPU"
     )
     for row in rows:
-        ratios = "".join(
-            f"{row[key]:>8.3f}" if key in row else " " * 8 for key in ("ratio", "ratio_compiled")
-        )
         print(
-            f"{row['schedule']:<17} {row['name']:<18} {row['first_s']:>7.1f} {row['median_ms']:>10.1f}"
-            f" {row['least_ms']:>9.1f} {row['cpu_ms']:>8.1f}{ratios}"
+            f"{row['schedule']:<17} {row['name']:<18} {row['first_s']:>7.1f} {row['ms']:>8.1f}"
+            f" {row['least_ms']:>7.1f} {row['cpu_ms']:>11.1f}"
+            f" {row['ratio_ms']:>7.2f} {row['ratio_cpu_ms']:>6.2f}"
         )
 
 

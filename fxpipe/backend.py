@@ -17,7 +17,7 @@ from fxpipe.lowering.group import agree, compiling, start_group
 from fxpipe.lowering.runtime import Step
 from fxpipe.options import Options
 from fxpipe.passes import default_pipeline
-from fxpipe.torch_private import DynamoControl, own_inductor_cache
+from fxpipe.torch_private import RestartAnalysis, own_inductor_cache
 
 log = logger(__name__)
 
@@ -43,7 +43,7 @@ def fxpipe(
             captured = capture(gm, example_inputs, parsed)
             pipeline = default_pipeline(parsed)
             step = Step(captured, parsed, pipeline, world_size)
-    except DynamoControl:
+    except RestartAnalysis:
         raise
     except FxpipeError as error:
         return failure(error, world_size)

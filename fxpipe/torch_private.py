@@ -17,9 +17,10 @@ import torch
 import torch.fx as fx
 
 # Tracing again from inside a backend with the batch marked dynamic: no public way exists. Dynamo
-# restarts at once when DynamoControl's subclass is raised; with `torch.compile(dynamic=True)` the batch is symbolic from the start.
+# restarts at once when this exception is raised; with
+# `torch.compile(dynamic=True)` the batch is symbolic from the start.
 from torch._dynamo import maybe_mark_dynamic
-from torch._dynamo.exc import RestartAnalysis as DynamoControl
+from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing

@@ -117,9 +117,10 @@ def attempt(work: Callable[[], Any]) -> Any:
 def everywhere(label: str, own: Any, limit: float) -> list[Any]:
     """Each rank's value, on all ranks; an error among them is raised on all."""
     told: tuple[type[FxpipeError] | None, Any] = (None, own)
-    if isinstance(own, Exception):
-        is_ours = isinstance(own, FxpipeError)
-        told = (type(own), str(own)) if is_ours else (RankError, repr(own))
+    if isinstance(own, FxpipeError):
+        told = (type(own), str(own))
+    elif isinstance(own, Exception):
+        told = (RankError, repr(own))
     parts = gather_objects(label, told, limit)
     if isinstance(own, Exception):
         raise own

@@ -48,11 +48,11 @@ def decisions_for(tensors: Iterable[torch.Tensor], key: Hashable) -> Decisions:
 
 
 def holders_of(program: Program) -> dict[str, set[int]]:
-    """Parameter -> the ranks whose stages read it."""
+    """Parameter -> the ranks whose stages read it, in the same order in every process."""
     parameters = {i.name for i in program.inputs if i.role is Role.PARAMETER}
     holders: dict[str, set[int]] = {}
     for key, task in program.tasks.items():
-        for name in parameters.intersection(task.inputs):
+        for name in sorted(parameters.intersection(task.inputs)):
             holders.setdefault(name, set()).update(program.holders[key.stage])
     return holders
 

@@ -93,7 +93,7 @@ class Executor:
             if str(call.meta.get("action")) == action:
                 task = self.program.graph.get_submodule(call.target).graph
                 for node in task.nodes:
-                    if node.name == name[0] and node.meta.get("stack_trace"):
+                    if name and node.name == name[0] and node.meta.get("stack_trace"):
                         return f" at {where(node)}"
         return ""
 

@@ -78,7 +78,7 @@ class GroupTransport:
         try:
             return [function(t, other, tag=tag + i) for i, t in enumerate(tensors) if t.numel()]
         except RuntimeError as error:
-            raise self.watch.lost(error) from error
+            raise self.watch.lost(error) from without_frames(error)
 
     def ready(self, message: str) -> bool:
         return True
@@ -104,8 +104,13 @@ class GroupTransport:
             for work in works:
                 work.wait(self.last_resort)
         except RuntimeError as error:
-            raise self.watch.lost(error) from error
+            raise self.watch.lost(error) from without_frames(error)
         self.status.message = ""
+
+
+def without_frames(error: Exception) -> Exception:
+    """The frames of torch in which it arose would keep the process group alive."""
+    return error.with_traceback(None)
 
 
 @cache

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
-import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,11 +49,13 @@ class Failure(NamedTuple):
 class Watch:
     """The watch of one process over the default group. `status` is written by the step."""
 
-    def __init__(self) -> None:
-        self.group = dist.group.WORLD
+    def __init__(self, number: int) -> None:
+        """number: how many watches this process had before, of groups that it has left."""
+        self.key = f"{KEY}/failed/{number}"
+        # Weak: the group and its store must end when the program destroys them.
+        self.group = weakref.ref(dist.group.WORLD)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.is_gloo = "cpu:gloo" in dist.get_backend_config()
-        self.store = self.group.get_group_store()
         self.status = Status()
         self.failure: Failure | None = None
         self.story = ""  # the failure, and what every rank was at
@@ -63,7 +66,7 @@ class Watch:
         self.rounds = Rounds(self.rank, {})
         self.period = max(PERIOD, self.size * PERIOD / 10)
         self.probed = self.spoken = 0.0
-        self.meeting = Meeting(self.rank, self.size, self.store, KEY, ("news", "rounds"))
+        self.meeting = Meeting(self.rank, self.size, group_store(), KEY, ("news", "rounds"))
         self.thread = threading.Thread(target=self.run, name="fxpipe-watch", daemon=True)
         self.thread.start()
 
@@ -76,16 +79,14 @@ class Watch:
         try:
             yield
         except Exception as error:
-            if isinstance(error, RankError):
-                text, cause = str(error), error.__cause__
-            else:
+            text = str(error)
+            if not isinstance(error, RankError):
                 text = f"rank {self.rank} failed {self.status.report()}: {in_short(error)}"
-                cause = error
             self.fail(self.rank, text)
-            told = self.error()
-            if text == str(told):
+            if text == str(self.error()):
                 raise
-            raise told from cause
+            # No name here for what is raised: its frames would keep each other, and the group.
+            raise self.error() from (error.__cause__ if isinstance(error, RankError) else error)
         finally:
             self.status.action = self.status.message = ""
 
@@ -114,7 +115,11 @@ class Watch:
             if self.failure is None:
                 self.failure = Failure(rank, text)
                 self.news.send({"failed": [rank, text]})
-        self.meeting.stop()
+        if not self.connected.is_set():
+            # For those who come later, and cannot be told.
+            with contextlib.suppress(Exception):
+                self.meeting.store.set(self.key, json.dumps(self.failure))
+            self.meeting.stop()
         self.news.wake()
 
     def round(self, label: str, data: bytes, limit: float) -> dict[int, tuple[str, bytes]]:
@@ -146,31 +151,36 @@ class Watch:
 
     def run(self) -> None:
         try:
-            if self.meeting.run(self.look):
-                self.connect()
+            self.connect(everybody=self.meeting.run(self.look))
             while not self.closing:
                 self.listen(self.period)
                 self.tell()
                 self.judge()
                 if self.failure is not None and not self.told.is_set():
                     self.conclude()
-                if dist.group.WORLD is not self.group:
+                if not self.is_current():
                     self.leave("it left the process group")
         except Exception as error:
             if not self.closing:
-                log.exception("the watch of rank %d failed", self.rank)
-                self.failure = self.failure or Failure(self.rank, f"its watch failed: {error}")
+                log.debug("the watch failed", exc_info=True)
+                self.fail(self.rank, f"rank {self.rank} failed in its watch: {in_short(error)}")
                 self.told.set()
 
-    def connect(self) -> None:
+    def connect(self, everybody: bool) -> None:
         links = self.meeting.links
-        others = list(self.news.peers)
-        self.news.connect({other: links[other, "news"] for other in others})
-        self.rounds = Rounds(self.rank, {other: links[other, "rounds"] for other in others})
-        self.connected.set()
+        self.news.connect({r: link for (r, channel), link in links.items() if channel == "news"})
+        if everybody:
+            others = {r: link for (r, channel), link in links.items() if channel == "rounds"}
+            self.rounds = Rounds(self.rank, others)
+            self.meeting.store = None
+            self.connected.set()
+        elif self.failure is not None:
+            self.news.send({"failed": self.failure})
 
     def look(self, missing: list[int]) -> None:
         """While processes still meet: whether one that has not come ever will."""
+        if not self.is_current():
+            return self.meeting.stop()
         now = time.monotonic()
         if self.is_gloo and now - self.probed > 5 * PERIOD:
             self.probed = now
@@ -178,10 +188,13 @@ class Watch:
                 if has_left(rank):
                     self.news.peers[rank].end(self.last_word_of(rank))
         self.judge()
+        if self.failure is None and self.meeting.store.check([self.key]):
+            self.failure = Failure(*json.loads(self.meeting.store.get(self.key)))
+            self.meeting.stop()
 
     def last_word_of(self, rank: int) -> str:
-        key = f"{KEY}/ended/{rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else ""
+        key, store = f"{KEY}/ended/{rank}", self.meeting.store
+        return store.get(key).decode() if store.check([key]) else ""
 
     def listen(self, seconds: float) -> None:
         for peer, message in self.news.listen(seconds):
@@ -230,12 +243,12 @@ class Watch:
         """End this rank's wait, hear where the failure met the others, and write the story."""
         own = self.status.report()
         self.tell(last=True)
-        if own.awaited and not self.in_round:
-            self.interrupt()
+        self.interrupt(own)
         deadline = time.monotonic() + LAST_WORDS
-        while any(p.ended is None and not p.has_last_words for p in self.news.peers.values()):
-            if time.monotonic() > deadline or not self.connected.is_set():
-                break
+        while time.monotonic() < deadline and any(
+            peer.connection and not peer.ended and not peer.has_last_words
+            for peer in self.news.peers.values()
+        ):
             self.listen(0.02)
         assert self.failure is not None
         rank, text = self.failure
@@ -248,30 +261,35 @@ class Watch:
         self.story = f"{text}; when it stopped: {', '.join(lines)}"
         self.told.set()
 
-    def interrupt(self) -> None:
-        """End the waits for messages of this process."""
+    def interrupt(self, own: Report) -> None:
+        """End this process's waits for messages."""
         if not self.is_gloo:
-            self.group.abort()
+            with contextlib.suppress(RuntimeError):
+                abort_group()
             return
         # gloo has no such call; but a wait that runs out of time ends all waits of its group.
-        for rank in self.news.peers:
+        for rank in self.news.peers if own.awaited and not self.in_round else ():
             with contextlib.suppress(RuntimeError):
                 work = dist.irecv(torch.empty(1), rank, tag=PROBE_TAG)
+                assert work is not None
                 with contextlib.suppress(RuntimeError):
                     work.wait(timedelta(milliseconds=1))
                 return
+
+    def is_current(self) -> bool:
+        return self.group() is not None and self.group() is dist.group.WORLD
 
     def leave(self, text: str) -> None:
         """Say goodbye and close; the process may start another watch."""
         self.closing = True
         self.meeting.stop()
+        self.meeting.store = None
+        self.news.send({"at": self.status.report(), "last": False})
         self.news.send({"bye": text})
         self.news.close()
         self.rounds.close()
-
-    def connections(self) -> list[socket.socket]:
-        news = [p.connection for p in self.news.peers.values() if p.connection is not None]
-        return [*news, *self.rounds.connections.values(), *self.meeting.links.values()]
+        for connection in self.meeting.links.values():
+            connection.close()
 
     def close(self, text: str) -> None:
         """`leave` from another thread, once the watch's own is over."""
@@ -280,6 +298,16 @@ class Watch:
         self.news.wake()
         self.thread.join(1.0)
         self.leave(text)
+
+
+def group_store() -> Any:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.get_group_store()
+
+
+def abort_group() -> None:
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.abort()
 
 
 def has_left(rank: int) -> bool:
@@ -318,7 +346,7 @@ def silent(peer: Peer, step: int, seconds: float, limit: float) -> str:
     if peer.report is None:
         return (
             f"rank {peer.rank} stalled before its first step: it has not come there within "
-            f"timeout={limit:g} s"
+            f"timeout={limit:g} s; if it only is slow, give a longer timeout"
         )
     return (
         f"rank {peer.rank} stalled, last heard of {place(peer, step)}: its process has "
@@ -343,15 +371,17 @@ def in_short(error: BaseException) -> str:
 # One watch at a time.
 
 _watch: Watch | None = None
+_number = 0
 
 
 def watch() -> Watch:
     """The watch of the default group: started by the first call."""
-    global _watch
-    if _watch is None or _watch.group is not dist.group.WORLD:
+    global _watch, _number
+    if _watch is None or _watch.closing or not _watch.is_current():
         if _watch is not None and not _watch.closing:
             _watch.close("it left the process group")
-        _watch = Watch()
+        _watch = Watch(_number)
+        _number += 1
     return _watch
 
 
@@ -365,7 +395,7 @@ def say_goodbye() -> None:
     elif dist.is_available() and dist.is_initialized():
         # Those who wait for the first step of this process find it here.
         with contextlib.suppress(Exception):
-            dist.group.WORLD.get_group_store().set(f"{KEY}/ended/{dist.get_rank()}", text)
+            group_store().set(f"{KEY}/ended/{dist.get_rank()}", text)
 
 
 def forget() -> None:
@@ -373,7 +403,7 @@ def forget() -> None:
     global _watch
     if _watch is not None:
         _watch.closing = True
-        for connection in _watch.connections():
+        for connection in _watch.meeting.links.values():
             connection.close()
         _watch = None
 

@@ -53,8 +53,8 @@ def given_or_built(program: Program, microbatches: int) -> Schedule:
     backward_later = program.loss is None and program.training
     if backward_later and isinstance(wanted, str):
         log.info(
-            "the model returns no scalar loss: forwards run in the call and backwards in backward(), "
-            "in the order of gpipe"
+            "the model returns no scalar loss: forwards run in the call and backwards in "
+            "backward(), in the order of gpipe"
         )
         wanted = "gpipe"
     schedule = resolve(

@@ -209,6 +209,7 @@ def laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The value with the strides that the graph goes on with."""
     if value.stride() == like.stride() or not is_dense(like):
         return value
-    order = sorted(range(like.dim()), key=lambda d: (-like.stride(d), d))
+    strides = like.stride()
+    order = sorted(range(like.dim()), key=lambda d: (-strides[d], d))
     back = sorted(range(like.dim()), key=order.__getitem__)
     return value.permute(order).contiguous().permute(back)

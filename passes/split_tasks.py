@@ -1,4 +1,4 @@
-"""The joint graph to tasks: one graph per stage and kind, and the values that cross between them."""
+"""The joint graph to tasks: a graph per stage and kind, and the values that cross between them."""
 
 from __future__ import annotations
 

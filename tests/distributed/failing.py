@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -149,20 +150,23 @@ def raise_at_capture(rank: int, world_size: int) -> Told:
     return until_told(lambda: step(torch.ones(8, 6, dtype=torch.float64)))
 
 
-def come_late(rank: int, world_size: int, limit: float, first: int) -> Told:
-    """Rank 1 takes a rest before the step of number `first`, longer than the others wait."""
-    step = pipelined(seeded(MLP), timeout=limit)
+def come_late(rank: int, world_size: int, limit: float, first: int, notes: Path) -> Told:
+    """Rank 1 comes to the step of number `first` when the others have given it up."""
+    step = pipelined(seeded(MLP), stages=world_size, timeout=limit)
     x = torch.ones(8, 6, dtype=torch.float64)
     for _ in range(first):
         step(x, x).backward()
-    if rank == 1:
-        time.sleep(limit + PAUSE)
-    return until_told(lambda: step(x, x).backward())
+    deadline = time.monotonic() + 60
+    while rank == 1 and len(list(notes.glob("told*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    told = until_told(lambda: step(x, x).backward())
+    (notes / f"told{rank}").touch()
+    return told
 
 
 def stop_early(rank: int, world_size: int) -> Told | None:
     """Rank 1 makes one step less than the others."""
-    step = pipelined(seeded(MLP), timeout=30.0)
+    step = pipelined(seeded(MLP), stages=world_size, timeout=30.0)
     x = torch.ones(8, 6, dtype=torch.float64)
     step(x, x).backward()
     return until_told(lambda: step(x, x).backward()) if rank != 1 else None
@@ -176,7 +180,9 @@ def fail_over_tcp(
     meet(rank, world_size, f"tcp://127.0.0.1:{port}")
     told = step_until_told(rank, world_size, "kill", victim, 20, 30.0, notes)
     dist.destroy_process_group()
-    free = is_free(port)
+    deadline = time.monotonic() + 2
+    while not (free := is_free(port)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     meet(0, 1, f"file://{notes}/alone{rank}")
     return told, free
 
@@ -186,8 +192,6 @@ def meet(rank: int, world_size: int, where: str) -> None:
 
 
 def is_free(port: int) -> bool:
-    import socket
-
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
         return True
     return False

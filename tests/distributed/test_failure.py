@@ -133,7 +133,7 @@ def test_a_rank_that_raises_at_capture_stops_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_rank_that_does_not_come_to_a_step_is_given_up(first: int, tmp_path: Path) -> None:
-    found = run_ranks(failing.come_late, RANKS, tmp_path, limit=2.0, first=first)
+    found = run_ranks(failing.come_late, RANKS, tmp_path, limit=2.0, first=first, notes=tmp_path)
     place = "before its first step" if not first else r"outside a step \(it began 2\)"
     for each in found:
         assert re.match(f"rank 1 stalled {place}: ", each.message), each.message

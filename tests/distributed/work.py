@@ -100,7 +100,7 @@ def train(rank: int, world_size: int, points: list[Point], freeing: list[Point])
     reports = []
     for point in points + freeing:
         torch._dynamo.reset()
-        t = time.process_time(); reports.append(train_at(point, free=point in freeing)); print(point, "CPU", time.process_time() - t, flush=True)
+        reports.append(train_at(point, free=point in freeing))
     return reports
 
 

@@ -207,6 +207,7 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, limit: float, what: str) -> None:
     """The norm of the difference is within `limit` of the expected norm."""
+    actual, expected = actual.detach(), expected.detach()
     error, scale = float((actual - expected).norm()), float(expected.norm())
     assert error <= limit * scale, (
         f"{what} is off by {error / max(scale, 1e-300):.1e} (limit {limit})"

@@ -166,14 +166,18 @@ def compare_with_joint(given: Captured, after: Program, rows: tuple[int, ...] = 
     """Outputs and gradients of the tasks against the joint graph's, bit for bit."""
     for values in microbatches(given, after, rows):
         copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-        expected: dict[object, Tensor] = {}
+        expected: dict[tuple[str, int | str], Tensor] = {}
         for value, result in zip(run_joint(after, values), after.results):
             key = (result.kind, result.target)
             expected[key] = expected[key] + value if key in expected else value
         outputs, gradients = run_tasks(after, copies)
-        for (kind, target), value in expected.items():  # type: ignore[misc]
-            found = {"output": outputs, "gradient": gradients, "mutation": copies}[kind][target]
-            torch.testing.assert_close(found, value, rtol=0, atol=0)
+        found: dict[tuple[str, int | str], Tensor] = {
+            **{("output", number): value for number, value in outputs.items()},
+            **{("gradient", name): value for name, value in gradients.items()},
+            **{("mutation", name): value for name, value in copies.items()},
+        }
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")
