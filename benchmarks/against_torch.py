@@ -221,7 +221,8 @@ def contestants(size: Preset, schedule: str, only_eager: bool) -> list[Contestan
 
 def work(rank: int, store: str, arguments: argparse.Namespace) -> None:
     """One rank: every contestant's first step, then the rounds; rank 0 reports."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(arguments.cache, f"rank{rank}")
+    cache = arguments.cache or os.path.dirname(store)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, f"rank{rank}")
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # one model class, compiled for every contestant
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
@@ -320,7 +321,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps of a contestant in a round")
     parser.add_argument("--warm", type=int, default=3, help="steps before the first round")
     parser.add_argument("--only-eager", action="store_true", help="leave Inductor out")
-    parser.add_argument("--cache", default=os.path.join(tempfile.gettempdir(), "fxpipe-benchmark"))
+    parser.add_argument("--cache", help="Inductor's folder, to keep; a new one by default")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(work, (os.path.join(folder, "store"), arguments), nprocs=NUM_RANKS)

@@ -129,6 +129,8 @@ class Watch:
         self.missing(label, limit, [r for r in range(self.size) if r != self.rank])
         try:
             while not self.connected.wait(0.05):
+                if missing := self.meeting.missing():
+                    self.missing(label, limit, missing)
                 self.check()
             parts = self.rounds.exchange(
                 label, data, lambda missing: self.missing(label, limit, missing)

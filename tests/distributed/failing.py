@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -172,26 +171,9 @@ def stop_early(rank: int, world_size: int) -> Told | None:
     return until_told(lambda: step(x, x).backward()) if rank != 1 else None
 
 
-def fail_over_tcp(
-    rank: int, world_size: int, port: int, victim: int, notes: Path
-) -> tuple[Told, bool]:
-    """The same in a group that meets at a port, of rank 0; whether the port is free afterwards."""
+def fail_over_tcp(rank: int, world_size: int, port: int, victim: int, notes: Path) -> Told:
+    """Rank `victim` is killed in a group that meets at a port, where rank 0 keeps its store."""
     dist.destroy_process_group()
-    meet(rank, world_size, f"tcp://127.0.0.1:{port}")
-    told = step_until_told(rank, world_size, "kill", victim, 20, 30.0, notes)
-    dist.destroy_process_group()
-    deadline = time.monotonic() + 2
-    while not (free := is_free(port)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    meet(0, 1, f"file://{notes}/alone{rank}")
-    return told, free
-
-
-def meet(rank: int, world_size: int, where: str) -> None:
+    where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=world_size)
-
-
-def is_free(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-        return True
-    return False
+    return step_until_told(rank, world_size, "kill", victim, 20, 30.0, notes)
