@@ -129,7 +129,9 @@ def simulated(program: Program, times: Times) -> float:
     return simulate(without_messages(program.schedule), costs_of(program, times)).makespan
 
 
-def compare(contestant: Contestant, rounds: Sequence[tuple[float, list[Span]]]) -> dict[str, Any]:
+def compare(
+    contestant: Contestant, rounds: Sequence[tuple[float, list[Span]]], take: Take
+) -> dict[str, Any]:
     """A row of the table, in seconds; the same on every rank."""
     program = contestant.program
     own = [stage for stage in program.holders if dist.get_rank() in program.holders[stage]]

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from fxpipe.errors import RankError
 from fxpipe.log import logger
 from fxpipe.lowering.links import Meeting
-from fxpipe.lowering.news import News, Peer
+from fxpipe.lowering.news import News
 from fxpipe.lowering.rounds import Rounds
+from fxpipe.lowering.sentences import ended, in_short, silent, stalled
 from fxpipe.lowering.status import Report, Status
 
 log = logger(__name__)
@@ -321,53 +322,6 @@ def has_left(rank: int) -> bool:
     except ValueError:  # this process has left the group itself
         pass
     return False
-
-
-# Sentences.
-
-
-def place(peer: Peer, step: int = 0) -> str:
-    """Where a rank was; it is at least in the step that this rank is in, which began for all."""
-    if peer.report is None:
-        return "before its first step"
-    if peer.report.step < step:
-        return f"at the start of step {step}"
-    return peer.report.where
-
-
-def ended(peer: Peer, step: int) -> str:
-    if peer.farewell:
-        return f"rank {peer.rank} ended {place(peer)}: {peer.farewell}"
-    return (
-        f"rank {peer.rank} died, last heard of {place(peer, step)}: its process ended without a "
-        f"word, so it was killed or crashed"
-    )
-
-
-def silent(peer: Peer, step: int, seconds: float, limit: float) -> str:
-    if peer.report is None:
-        return (
-            f"rank {peer.rank} stalled before its first step: it has not come there within "
-            f"timeout={limit:g} s; if it only is slow, give a longer timeout"
-        )
-    return (
-        f"rank {peer.rank} stalled, last heard of {place(peer, step)}: its process has "
-        f"not answered for {seconds:.1f} s, longer than timeout={limit:g}; it was stopped, or its "
-        f"machine is lost"
-    )
-
-
-def stalled(peer: Peer, seconds: float, limit: float) -> str:
-    assert peer.report is not None
-    return (
-        f"rank {peer.rank} stalled {peer.report.where}: it has been there for {seconds:.1f} s, "
-        f"longer than timeout={limit:g}; if it only is slow, give a longer timeout"
-    )
-
-
-def in_short(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 # One watch at a time.

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from fxpipe import directives
-from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.errors import FxpipeError, ModelError, ScheduleError
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import build, families, register, save, to_csv
+from tests.helpers import ConvNet, captured, convnet_batch, mlp_batch, run_until
 from tests.numerics.models import CASES, Gradients, assert_close, gradients_of, pipelined
 from tests.numerics.shared import SharedCapture
 
@@ -123,6 +124,45 @@ def test_a_batch_of_fewer_rows_than_microbatches_trains_the_replicas_too() -> No
     _, plan = capture.step.plans.values()
     assert {r.contributors for r in plan.program.reductions.values()} == {(0, 3), (1, 2)}
     assert {r.receivers for r in plan.program.reductions.values()} == {(0, 1, 2, 3)}
+
+
+class TwiceNormed(torch.nn.Module):
+    """One BatchNorm is used in the first and in the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3).double()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(3, 3).double() for _ in range(3))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x = x if layer is self.layers[1] else self.norm(x)
+        return (x - y).square().mean()
+
+
+def refused_by_sync_gradients(model: torch.nn.Module, *batch: torch.Tensor, **options: Any) -> str:
+    given = captured(model, *batch, **options)
+    with pytest.raises(ModelError) as caught:
+        run_until(given.program(rows=2), "sync_gradients")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_a_replicated_stage_that_changes_a_buffer_is_refused(name: str) -> None:
+    told = refused_by_sync_gradients(
+        ConvNet().train(), *convnet_batch(), stages=2, schedule=name, microbatches=2
+    )
+    assert "changes the buffer 'norm." in told
+    assert "runs on ranks [0, 1], whose copies would drift apart" in told
+
+
+def test_a_buffer_that_two_stages_change_is_refused() -> None:
+    told = refused_by_sync_gradients(
+        TwiceNormed().train(), *mlp_batch(), stages=["layers.1", "layers.2"], schedule="1f1b"
+    )
+    assert "stages [0, 2] all use the buffer 'norm." in told
+    assert "put what uses it into one stage" in told
 
 
 # Pairs.
