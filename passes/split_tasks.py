@@ -133,6 +133,9 @@ class _Splitter:
         inside = set(draft.nodes)
         needed = [n for node in draft.nodes for n in node.all_input_nodes if n not in inside]
         ends = [node for _, node in draft.gradients + draft.writes]
+        # A buffer is written in place even where only another stage's value of it is read.
+        buffers = {name for name, _ in draft.writes}
+        ends += [n for n in self.joint.graph.find_nodes(op="placeholder") if n.name in buffers]
         for node in needed + [n for n in ends if n not in inside]:
             self.need(node, draft, inside)
 
