@@ -8,6 +8,8 @@ MADE := $(VENV)/.made-by-$(subst /,-,$(PYTHON))
 SETTINGS := $(MADE) pyproject.toml constraints.txt
 # The constraints pin torch: no install may bring another one.
 INSTALL := $(BIN)/python -m pip install -c constraints.txt --editable
+# What pytest returns where PYTEST_ARGS picks no test of a folder.
+NONE_PICKED := 5
 # Ranks and tests share the cores; threads of their own would fight for them.
 export OMP_NUM_THREADS ?= 1
 
@@ -21,8 +23,11 @@ help: ## list these targets
 demo: $(VENV)/.installed compiler ## train a small GPT with two pipeline ranks on this machine
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
+# Tests of several processes have limits of time: they run one after another.
 test: $(VENV)/.installed-test compiler ## run the tests (PYTEST_ARGS="-k text" picks some)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
+	  --ignore tests/distributed $(PYTEST_ARGS) || test $$? = $(NONE_PICKED)
+	$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS) || test $$? = $(NONE_PICKED)
 
 check: $(VENV)/.installed-dev ## lint, format and types
 	$(BIN)/ruff check
@@ -40,7 +45,7 @@ examples: $(VENV)/.installed compiler ## run the examples that need one process
 	  echo "$$example"; $(BIN)/python $$example; done
 
 bench: $(VENV)/.installed-test compiler ## run the benchmarks, one after another
-	set -e; for script in $(wildcard benchmarks/*.py); do \
+	set -e; for script in $(filter-out benchmarks/cores.py, $(wildcard benchmarks/*.py)); do \
 	  echo "$$script"; $(BIN)/python $$script; done
 
 clean: ## remove the environment and what the tools leave behind

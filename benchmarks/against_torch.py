@@ -1,10 +1,10 @@
 """fxpipe and torch.distributed.pipelining on the same GPT -> step times, side by side.
 
-Two gloo ranks with one thread each. All contestants live in the same two processes and run a few
-steps in turn, round after round, so that whatever else the machine does falls on all of them. A
-step is zero_grad, all microbatches forward and backward, and SGD; its time is that of the slower
-rank, its CPU time that of both. A ratio is the median over rounds of (time / torch's time in the
-same round). On a busy machine only the CPU times say much.
+Two gloo ranks with one thread and one core each. All contestants live in the same two processes and
+run a few steps in turn, round after round, so that whatever else the machine does falls on all of
+them. A step is zero_grad, all microbatches forward and backward, and SGD; its time is that of the
+slower rank, its CPU time that of both. A ratio is the median over rounds of (time / torch's time in
+the same round). On a busy machine only the CPU times say much.
 
 python benchmarks/against_torch.py --preset medium --schedules 1f1b gpipe
 """
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from cores import keep_to_core
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -223,6 +224,7 @@ def work(rank: int, store: str, arguments: argparse.Namespace) -> None:
     """One rank: every contestant's first step, then the rounds; rank 0 reports."""
     cache = arguments.cache or os.path.dirname(store)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(cache, f"rank{rank}")
+    keep_to_core(rank, NUM_RANKS)
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # one model class, compiled for every contestant
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)

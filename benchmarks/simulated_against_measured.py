@@ -1,12 +1,12 @@
 """The simulator's step time of four schedules -> beside what two gloo ranks need for them.
 
-The GPT of examples/train_gpt.py, one thread a rank. Both ranks time their tasks, as
-schedule="auto" does, and a message there and back; the simulator makes a step of that ("alone").
-It makes another of the times that the tasks, and the starting of their messages, took within the
+The GPT of examples/train_gpt.py, one thread and one core a rank. Both ranks time their tasks, as
+schedule="auto" does, and a message there and back; the simulator makes a step of that ("alone"). It
+makes another of the times that the tasks, and the starting of their messages, took within the
 measured steps themselves ("within"): what is left of the difference is the simulator's own. All
 schedules take turns, so that whatever else the machine does falls on all of them. The measured time
-is from the first call of either rank to the last one's end. Numbers are medians over all rounds, or
-with `--take least` the smallest, which says more where other work runs on the same cores.
+is from the first call of either rank to the last one's end. Numbers are means over all rounds, as a
+step is the sum of its tasks; `--take least` says more where other work runs on the same cores.
 
 python benchmarks/simulated_against_measured.py --rounds 30 --lowering eager
 """
@@ -27,10 +27,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from cores import keep_to_core
 
 from fxpipe.backend import fxpipe
-from fxpipe.lowering.auto import Times, costs_of, measure_messages, measure_tasks
+from fxpipe.lowering.auto import costs_of
 from fxpipe.lowering.executor import Executor, Instruction
+from fxpipe.lowering.measure import Times, measure_messages, measure_tasks
 from fxpipe.lowering.runtime import Step
 from fxpipe.messages import without_messages
 from fxpipe.program import Key, Program
@@ -43,7 +45,7 @@ from train_gpt import GPT, batch  # noqa: E402 - found by the line above
 NUM_RANKS, MICROBATCHES = 2, 8
 SCHEDULES = {"1f1b": 2, "zb-h1": 2, "interleaved-1f1b": 4, "interleaved-zb": 4}
 WARM_UP, TIMINGS = 3, 5
-TAKE = {"median": statistics.median, "least": min}
+TAKE = {"mean": statistics.mean, "median": statistics.median, "least": min}
 LIMIT = 0.10  # what a simulated time may differ by
 
 Take = Callable[[Sequence[float]], float]
@@ -138,7 +140,7 @@ def compare(
     timings = [measure_tasks(program, contestant.step.compile, own) for _ in range(TIMINGS)]
     alone = merged({key: take([timing[key] for timing in timings]) for key in timings[0]})
     sent = everywhere([measure_messages(program) for _ in range(TIMINGS)])[0]
-    message, per_byte = map(take, zip(*sent))
+    messages = dict(zip(("message", "per_byte", "handling"), map(take, zip(*sent))))
     wholes, tasks, ends = [], dict[Key, list[float]](), []
     for whole, spans in rounds:
         wholes.append(whole)
@@ -151,18 +153,18 @@ def compare(
     measured = take(spent)
     return {
         "measured": measured,
-        "alone": simulated(program, Times(alone, message, per_byte)),
-        "within": simulated(program, Times(within, message, per_byte)),
+        "alone": simulated(program, Times(alone, **messages)),
+        "within": simulated(program, Times(within, **messages | {"handling": 0.0})),
         "whole_step": take(list(map(max, zip(*everywhere(wholes))))),
         "quartiles": statistics.quantiles(spent, n=4),
-        "message": message,
-        "per_byte": per_byte,
+        "messages": messages,
         "tasks_alone": {str(key): seconds for key, seconds in sorted(alone.items())},
         "tasks_within": {str(key): seconds for key, seconds in sorted(within.items())},
     }
 
 
 def work(rank: int, store: str, rounds: int, lowering: str, take: str, output: str) -> None:
+    keep_to_core(rank, NUM_RANKS)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=NUM_RANKS)
     contestants = {name: Contestant(name, of, lowering) for name, of in SCHEDULES.items()}
@@ -207,7 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--lowering", default="inductor", choices=("inductor", "eager"))
-    parser.add_argument("--take", default="median", choices=TAKE)
+    parser.add_argument("--take", default="mean", choices=TAKE)
     parser.add_argument("--output", default="", help="a file for the JSON as well")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

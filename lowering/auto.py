@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.fx as fx
 
 from fxpipe import schedules
 from fxpipe.choose import Choice, choose
 from fxpipe.costs import Costs
 from fxpipe.errors import FxpipeError, RankError
-from fxpipe.flops import bytes_of
 from fxpipe.log import logger
 from fxpipe.lowering.group import gather_objects
+from fxpipe.lowering.measure import Compile, Times, measure_messages, measure_tasks, size_of
 from fxpipe.memory import bytes_of_limit
 from fxpipe.options import Options
-from fxpipe.program import Key, Program, Role, Task
+from fxpipe.program import Key, Program, Role
 from fxpipe.schedule import Action, Kind, Schedule
 from fxpipe.schedules.family import BIDIRECTIONAL, BIDIRECTIONAL_V
 
 log = logger(__name__)
-REPEATS = 5
 # What adding up gradients in one process takes, per byte that is read.
 SECONDS_PER_BYTE_OF_MEMORY = 1e-10
-
-Compile = Callable[[fx.GraphModule], Callable[..., Any]]
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds: of each task, and of a message, which takes `message + bytes * per_byte`."""
-
-    tasks: Mapping[Key, float]
-    message: float = 0.0
-    per_byte: float = 0.0
 
 
 def probe_schedule(num_stages: int) -> Schedule:
@@ -65,8 +49,7 @@ def choose_schedule(
     own = range(rank, program.num_stages, world)
     measured = attempt(lambda: measure_tasks(program, compile_graph, own))
     parts = everywhere("the times of all tasks", measured, options.timeout)
-    message, per_byte = measure_messages(program)
-    times = Times({k: t for part in parts for k, t in part.items()}, message, per_byte)
+    times = Times({k: t for part in parts for k, t in part.items()}, *measure_messages(program))
     decided = attempt(lambda: decide(program, times, num_ranks, options)) if rank == 0 else None
     chosen: Schedule = everywhere("the choice of a schedule", decided, options.timeout)[0]
     return chosen
@@ -130,71 +113,6 @@ def everywhere(label: str, own: Any, limit: float) -> list[Any]:
     return [value for _, value in parts]
 
 
-# Times.
-
-
-def measure_tasks(
-    program: Program, compile_graph: Compile, stages: Sequence[int]
-) -> dict[Key, float]:
-    """The times of the tasks of some stages. Random numbers of the training stay as they are."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices):
-        return {
-            key: measure(task, compile_graph)
-            for key, task in program.tasks.items()
-            if key.stage in stages
-        }
-
-
-def measure(task: Task, compile_graph: Compile) -> float:
-    """Seconds of a task on made-up values, the median of a few runs after the first."""
-    function = compile_graph(task.graph)
-    inputs = [make_value(n.meta["val"]) for n in task.graph.graph.find_nodes(op="placeholder")]
-    seconds = []
-    with torch.no_grad():
-        for _ in range(REPEATS + 1):
-            start = time.perf_counter()
-            function(*inputs)
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])
-
-
-def make_value(fake: Any) -> Any:
-    if not isinstance(fake, torch.Tensor):
-        return fake
-    made = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
-    # Zeros are indices that every table has; small numbers keep arithmetic out of denormals.
-    return made.fill_(0.01) if made.is_floating_point() else made.zero_()
-
-
-def measure_messages(program: Program) -> tuple[float, float]:
-    """Seconds of a message between ranks 0 and 1: of any, and more per byte."""
-    sizes = [size_of(program, names) for names in program.edges.values()]
-    largest = max(sizes, default=0)
-    if not largest:
-        return 0.0, 0.0
-    device = next(iter(program.joint.graph.find_nodes(op="placeholder"))).meta["val"].device
-    small, large = (there_and_back(size, device) for size in (1, largest))
-    return small, max(0.0, large - small) / largest
-
-
-def there_and_back(size: int, device: torch.device) -> float:
-    """Half of what a message of so many bytes and its answer take; 0 on ranks from 2 on."""
-    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    rank, seconds = dist.get_rank(), []
-    for _ in range(2 * REPEATS + 1 if rank < 2 else 0):
-        start = time.perf_counter()
-        for sender in (0, 1):
-            if sender == rank:
-                dist.send(buffer, 1 - rank)
-            else:
-                dist.recv(buffer, 1 - rank)
-        seconds.append((time.perf_counter() - start) / 2)
-    return statistics.median(seconds[1:]) if seconds else 0.0
-
-
 # Costs.
 
 
@@ -203,7 +121,14 @@ def costs_of(program: Program, times: Times) -> Costs:
     stages = range(program.num_stages)
 
     def seconds(kind: Kind) -> list[float]:
-        return [times.tasks.get(Key(stage, kind), 0.0) for stage in stages]
+        return [times.tasks.get(Key(stage, kind), 0.0) + handling(kind, stage) for stage in stages]
+
+    def handling(kind: Kind, stage: int) -> float:
+        """Of the messages to and from a task, as though every neighbour were on another rank."""
+        if kind is Kind.W:
+            return 0.0
+        own = (e for e in program.edges if stage in e and e.forward == (kind is Kind.F))
+        return times.handling * sum(1 for _ in own)
 
     sizes = {(e.source, e.target): size_of(program, names) for e, names in program.edges.items()}
     weights = [size_of(program, weights_of(program, stage)) for stage in stages]
@@ -255,13 +180,6 @@ def trained_by(program: Program, stage: int) -> set[str]:
     """The parameters whose gradients a stage adds up."""
     tasks = [task for key, task in program.tasks.items() if key.stage == stage]
     return {name for task in tasks for name in task.accumulates}
-
-
-def size_of(program: Program, names: Sequence[str] | set[str]) -> int:
-    """The bytes of values of the joint graph."""
-    wanted = set(names)
-    nodes = program.joint.graph.nodes
-    return sum(bytes_of(node.meta.get("val")) for node in nodes if node.name in wanted)
 
 
 def is_tensor(value: Any) -> bool:

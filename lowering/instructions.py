@@ -59,7 +59,7 @@ def total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def join(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    return torch.cat(tuple(parts), dim) if len(parts) > 1 else parts[0]
+    return torch.cat(tuple(parts), dim)
 
 
 def new_accumulator(parameter: torch.Tensor) -> torch.Tensor:

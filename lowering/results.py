@@ -62,7 +62,7 @@ class Results:
                 else:
                     received = builder.receive(f"SUM {name} {contributor}>{self.rank}")
                     parts.append(builder.call(getitem, received, 0))
-            gradients[name] = builder.call(instructions.total, parts)
+            gradients[name] = builder.call(instructions.total, parts, name=f"summed_{name}")
         return gradients
 
     def input_gradients(self) -> dict[str, Any]:
@@ -108,11 +108,11 @@ class Results:
         if self.rank not in builder.listeners:
             return None
         ordered = [parts[k] for k in sorted(parts)]
-        if output.join is Join.FIRST:
+        if len(ordered) == 1:
             return ordered[0]
         if output.join is Join.SUM:
-            return builder.call(instructions.total, ordered)
-        return builder.call(instructions.join, ordered, output.dim)
+            return builder.call(instructions.total, ordered, name=f"whole_{label}")
+        return builder.call(instructions.join, ordered, output.dim, name=f"whole_{label}")
 
     def spread(
         self,
@@ -127,7 +127,8 @@ class Results:
         builder = self.builder
         if output.join is Join.SUM:
             if own:
-                own = {microbatches[0]: builder.call(instructions.total, list(own.values()))}
+                summed = builder.call(instructions.total, list(own.values()), name=f"own_{label}")
+                own = {microbatches[0]: summed}
             microbatches = microbatches[:1]
         specs = tuple(Spec.of(builder.value_of(k, places[k][1])) for k in microbatches)
         for other in builder.listeners:

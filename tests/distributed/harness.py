@@ -67,18 +67,15 @@ def run_to_the_end(
     (folder / "task").write_bytes(pickle.dumps(task))
     processes = [start(folder, rank) for rank in range(world_size)]
     try:
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        codes = [process.poll() for process in processes]
-        left = [outlived(p.pid) for p, code in zip(processes, codes) if code is not None]
-        left += [False] * (world_size - len(left))
+        ended = wait_for(lambda: all(map(has_ended, processes)), timeout)
+        ended_each = [ended or has_ended(process) for process in processes]
+        left = [done and outlived(p.pid) for p, done in zip(processes, ended_each)]
     finally:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            # Before the head of the group is waited for: after that its number may be another's.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+    codes = [p.returncode if done else None for p, done in zip(processes, ended_each)]
     return [outcome(folder, rank, codes[rank], left[rank]) for rank in range(world_size)]
 
 
@@ -100,16 +97,35 @@ def start(folder: Path, rank: int) -> subprocess.Popen[bytes]:
         )
 
 
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether the condition came to hold within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a child has ended; it stays there to be waited for, and so keeps its number."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return os.waitid(os.P_PID, process.pid, options) is not None
+
+
 def outlived(group: int) -> bool:
     """Whether a process of the group still runs GRACE seconds after its head."""
-    deadline = time.monotonic() + GRACE
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.05)
-    return True
+    return not wait_for(lambda: not is_running(group), GRACE)
+
+
+def is_running(group: int) -> bool:
+    """Whether a process of the group is there and no zombie. Without /proc none is seen."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, pgrp, *_ = path.read_text().rpartition(")")[2].split()
+            if int(pgrp) == group and state != "Z":
+                return True
+    return False
 
 
 def outcome(folder: Path, rank: int, code: int | None, left: bool) -> Outcome:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from fxpipe.errors import OptionError
 from fxpipe.lowering import auto
-from fxpipe.lowering.auto import Times, choice_for, costs_of, measure_tasks, probe_schedule
+from fxpipe.lowering.auto import choice_for, costs_of, probe_schedule
+from fxpipe.lowering.measure import Times, measure_tasks
 from fxpipe.lowering.tasks import TaskCompiler
 from fxpipe.memory import bytes_of_limit
 from fxpipe.options import Options

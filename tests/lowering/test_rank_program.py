@@ -74,8 +74,7 @@ def forward(self, transport, layers_0_weight, layers_0_bias, x_mb0, x_mb1):
     posted_OUTPUT_0_1_0 = post(transport, 'OUTPUT 0 1>0')
     got_OUTPUT_0_1_0 = wait(transport, 'OUTPUT 0 1>0')
     getitem = got_OUTPUT_0_1_0[0]
-    total = total([getitem])
-    return (total, acc_layers_0_weight, acc_layers_0_bias)""",
+    return (getitem, acc_layers_0_weight, acc_layers_0_bias)""",
     )
     assert_expected_inline(
         readable(second),
@@ -102,10 +101,9 @@ def forward(self, transport, layers_1_weight, layers_1_bias, y_mb0, share_mb0, y
     ran_1B1 = self.stage1_B(layers_1_weight, y_mb1, share_mb1, tanh_mb1, addmm_1_mb1, acc_layers_1_weight, acc_layers_1_bias)
     mm_mb1 = ran_1B1[0]
     sent_1SEND_B1 = send(transport, '1SEND_B1', [mm_mb1])
-    total = total([mul_mb0, mul_mb1])
-    sent_OUTPUT_0_1_0 = send(transport, 'OUTPUT 0 1>0', [total])
-    total_1 = total([total])
-    return (total_1, acc_layers_1_weight, acc_layers_1_bias)""",  # noqa: E501
+    own_OUTPUT_0_1 = total([mul_mb0, mul_mb1])
+    sent_OUTPUT_0_1_0 = send(transport, 'OUTPUT 0 1>0', [own_OUTPUT_0_1])
+    return (own_OUTPUT_0_1, acc_layers_1_weight, acc_layers_1_bias)""",  # noqa: E501
     )
 
 
@@ -132,9 +130,8 @@ acc_layers_1_weight
 acc_layers_1_bias
 ran_1W0
 ran_1W1
-total
-sent_OUTPUT_0_1_0
-total_1""",
+own_OUTPUT_0_1
+sent_OUTPUT_0_1_0""",
     )
 
 
@@ -210,9 +207,8 @@ got_0SEND_F0
 ran_1F0
 got_0SEND_F1
 ran_1F1
-total
-sent_OUTPUT_0_1_0
-total_1""",
+own_OUTPUT_0_1
+sent_OUTPUT_0_1_0""",
     )
     assert second.gradients == ()
 
@@ -231,7 +227,7 @@ ran_1F0
 got_0SEND_F1
 ran_1F1
 sent_OUTPUT_0_1_0
-join
+whole_OUTPUT_0
 pause
 acc_x_1_weight
 acc_x_1_bias

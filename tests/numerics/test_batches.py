@@ -64,7 +64,7 @@ def test_batches_of_any_size_need_no_new_trace(build: Any) -> None:
 
 
 def test_a_batch_of_one_row_is_one_more_trace() -> None:
-    # Dynamo takes a size of 1 for a constant, whatever it was told.
+    # Dynamo takes a size of 1 for a constant, even where it was told to keep it symbolic.
     assert count_traces(MLP, (8, 5, 1, 3, 1)) == 2
 
 
