@@ -120,7 +120,8 @@ def there_and_back(size: int, device: torch.device) -> tuple[float, float]:
         with stopwatch(whole):
             for sender in (0, 1):
                 with stopwatch(handling):
-                    work = (dist.isend if sender == rank else dist.irecv)(buffer, 1 - rank)
+                    start: Any = dist.isend if sender == rank else dist.irecv
+                    work = start(buffer, 1 - rank)
                 work.wait()
         ways.append(whole[0] / 2)
     if not ways:
