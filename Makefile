@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+SECONDS ?= 600
+SEED ?= 0
 
 BIN := $(VENV)/bin
 MADE := $(VENV)/.made-by-$(subst /,-,$(PYTHON))
@@ -15,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format examples bench compiler clean
+.PHONY: help demo test check format examples bench fuzz compiler clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +45,9 @@ format: $(VENV)/.installed-dev ## bring the code into the format that check asks
 examples: $(VENV)/.installed compiler ## run the examples that need one process
 	set -e; for example in $(filter-out examples/train_gpt.py, $(wildcard examples/*.py)); do \
 	  echo "$$example"; $(BIN)/python $$example; done
+
+fuzz: $(VENV)/.installed-test ## run random models beside eager (SECONDS=600, SEED=0)
+	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS) --seed $(SEED) --jobs $$(nproc)
 
 bench: $(VENV)/.installed-test compiler ## run the benchmarks, one after another
 	set -e; for script in $(filter-out benchmarks/cores.py, $(wildcard benchmarks/*.py)); do \

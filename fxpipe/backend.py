@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +16,12 @@ from fxpipe.lowering.group import agree, compiling, start_group
 from fxpipe.lowering.runtime import Step
 from fxpipe.options import Options
 from fxpipe.passes import default_pipeline
-from fxpipe.torch_private import RestartAnalysis, own_inductor_cache
+from fxpipe.torch_private import (
+    RestartAnalysis,
+    frame_left_to_python,
+    guard_on_hooks,
+    own_inductor_cache,
+)
 
 log = logger(__name__)
 
@@ -34,12 +38,15 @@ def fxpipe(
     call, on every rank, as what they are.
     """
     start = time.perf_counter()
+    guard_on_hooks()
     world_size = start_group()
     if world_size > 1:
         own_inductor_cache(dist.get_rank())
     try:
         with compiling(world_size):
-            parsed = for_ranks(Options.parse(options), world_size)
+            parsed = Options.parse(options)
+            check_ranks(parsed, world_size)
+            refuse_piece_of_a_model()
             captured = capture(gm, example_inputs, parsed)
             pipeline = default_pipeline(parsed)
             step = Step(captured, parsed, pipeline, world_size)
@@ -55,14 +62,22 @@ def fxpipe(
     return step
 
 
-def for_ranks(options: Options, world_size: int) -> Options:
-    if world_size == 1:
-        return options
-    if options.ranks not in (None, world_size):
+def check_ranks(options: Options, world_size: int) -> None:
+    if world_size > 1 and options.ranks not in (None, world_size):
         raise OptionError(
             f"ranks={options.ranks}, but {world_size} processes run; leave the option out"
         )
-    return options if options.stages is not None else replace(options, stages=world_size)
+
+
+def refuse_piece_of_a_model() -> None:
+    """A piece would become a pipeline of its own."""
+    frame = frame_left_to_python()
+    if frame is not None:
+        raise CaptureError(
+            f"the model is not one graph: Dynamo left {frame.filename}:{frame.lineno}: "
+            f"{frame.line} to Python, so that a piece of the model alone came here; compile with "
+            f"fullgraph=True to see the reason, and move what breaks the graph out of the model"
+        )
 
 
 def failure(error: FxpipeError, world_size: int) -> Callable[..., list[Any]]:

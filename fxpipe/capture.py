@@ -17,6 +17,9 @@ from fxpipe.errors import CaptureError, OptionError
 from fxpipe.options import Options
 from fxpipe.program import Input, Join, Output, Program, Role, tensors_of, where
 
+# The model where a decorator of its forward takes whatever it is given: `def wrapper(*args)`.
+WRAPPED = re.compile(r"^L\['args'\]\[0\](?=\.\w)(?!\.(?:size|stride|storage_offset)\(\))")
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -52,6 +55,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     refuse_graph_break(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     ask_for_symbolic_batch(placeholders, example_inputs, options)
+    tie_sizes(gm, example_inputs)
     inputs = [classify(node, value) for node, value in zip(placeholders, example_inputs)]
     check_batch_dims(inputs, options)
     batch_symbol = find_batch_symbol(placeholders, inputs, options)
@@ -59,6 +63,12 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     names = unique_names(inputs)
     inputs = [replace(i, name=name) for i, name in zip(inputs, names)]
     training = torch.is_grad_enabled() and any(i.requires_grad for i in inputs)
+    # Under inference_mode inside of the model nothing that comes out has a gradient.
+    training = training and any(
+        tensor.requires_grad
+        for node in gm.graph.output_node().all_input_nodes
+        for tensor in tensors_of(node.meta.get("example_value"))
+    )
     model = rename_placeholders(gm, names)
     symbols = {s for i in inputs if i.size is not None for s in i.size.free_symbols}
     for node in placeholders:
@@ -105,8 +115,84 @@ def batch_dim(path: str, options: Options) -> int | None:
     return 0
 
 
+def tie_sizes(gm: fx.GraphModule, values: Sequence[Any]) -> None:
+    """Let arguments share the symbol of a size where the model reads them row by row.
+
+    `mask[arange(rows), k]` and `scores.gather(1, labels)` ask of `mask` and `labels` only as many
+    rows as there are, so the trace gives these sizes symbols of their own. Where they are equal in
+    this call, they are the same from here on; a call where they are not is traced anew.
+    """
+    numbers: dict[sympy.Expr, int] = {}
+    sizes: dict[sympy.Expr, Any] = {}
+    for node, value in zip(gm.graph.find_nodes(op="placeholder"), values):
+        if isinstance(value, torch.Tensor):
+            for size, number in zip(node.meta["example_value"].shape, value.shape):
+                numbers[torch_private.expression(size)] = int(number)
+                sizes[torch_private.expression(size)] = size
+    for node in gm.graph.nodes:
+        for size, other in sizes_that_meet(node):
+            first, second = torch_private.expression(size), torch_private.expression(other)
+            for one, two in factors_that_meet(first, second, numbers):
+                if one != two and numbers.get(one) == numbers.get(two) is not None:
+                    torch_private.tie(sizes[one], sizes[two])
+
+
+def factors_that_meet(
+    first: sympy.Expr, second: sympy.Expr, numbers: Mapping[sympy.Expr, int]
+) -> list[tuple[sympy.Expr, sympy.Expr]]:
+    """Symbols of the trace that are one where two sizes are.
+
+    `logits.flatten(0, 1)` beside `targets.flatten()`: rows * places of each, in the order in which
+    the arguments have them, which `numbers` keeps.
+    """
+    if first.is_Symbol and second.is_Symbol:
+        return [(first, second)]
+    sides = [[s for s in numbers if s.is_Symbol and s in e.free_symbols] for e in (first, second)]
+    products = all(e == sympy.Mul(*side) for e, side in zip((first, second), sides))
+    return list(zip(*sides)) if products and len(sides[0]) == len(sides[1]) else []
+
+
+def sizes_that_meet(node: fx.Node) -> list[tuple[Any, Any]]:
+    """Sizes that are one where an operator picks from each row, and has a number for every row."""
+    name = str(getattr(node.target, "__name__", node.target)).strip("_")
+    shapes = [shape_of(argument) for argument in node.args]
+    if len(shapes) < 2 or shapes[0] is None:
+        return []
+    if name == "getitem":
+        items = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        plain = [not (item is None or item is Ellipsis) for item in items]
+        counts = [count_of_rows(item) for item in items]
+        if not all(plain) or len(items) > len(shapes[0]):
+            return []
+        return [(size, n) for size, n in zip(shapes[0], counts) if n is not None]
+    if name in ("cross_entropy", "nll_loss") and shapes[1] is not None:
+        return list(zip(shapes[0], shapes[1]))[:1]
+    if name in ("gather", "take_along_dim", "scatter", "scatter_add"):
+        shape = next((s for s in [shape_of(node.kwargs.get("index")), *shapes[1:]] if s), None)
+        return list(zip(shapes[0], shape)) if shape and len(shape) == len(shapes[0]) else []
+    return []
+
+
+def shape_of(node: Any) -> Sequence[Any] | None:
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def count_of_rows(item: Any) -> Any:
+    """The n of an index that is arange(n), in whatever shape; None for other indices."""
+    while shape_of(item) is not None:
+        name = str(getattr(item.target, "__name__", item.target))
+        if name == "arange":
+            return item.meta["example_value"].shape[0]
+        if name not in ("getitem", "unsqueeze", "view", "reshape", "expand", "to"):
+            return None
+        item = item.args[0]
+    return None
+
+
 def user_path(source: str) -> str:
     """`L['batch'].x` to `batch.x`; in a module, `._modules['a']._parameters['w']` to `a.w`."""
+    source = WRAPPED.sub("L['self']", source).replace("L['kwargs']", "L", 1)
     keys = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", source)
     parts = [bracket or attribute for bracket, attribute in keys]
     in_module = any(p in ("_modules", "_parameters", "_buffers") for p in parts)
@@ -203,6 +289,11 @@ def rename_placeholders(gm: fx.GraphModule, names: Sequence[str]) -> fx.GraphMod
             environment[node].meta = dict(node.meta)
         else:
             environment[node] = graph.node_copy(node, environment.__getitem__)
+            if stack := node.meta.get("nn_module_stack"):
+                own = {
+                    k: (WRAPPED.sub("L['self']", path), kind) for k, (path, kind) in stack.items()
+                }
+                environment[node].meta = {**node.meta, "nn_module_stack": own}
     return fx.GraphModule(gm, graph)
 
 
@@ -236,7 +327,10 @@ def choose_loss(
     if isinstance(options.loss, str):
         named = [i for i in candidates if nodes[i].name == options.loss]
         if len(named) != 1:
-            raise OptionError(f"loss={options.loss!r} names none of the scalar outputs ({listed})")
+            raise OptionError(
+                f"loss={options.loss!r} names none of the scalar outputs ({listed}); write the "
+                f"number of one, or the name behind it"
+            )
         return named[0]
     if options.loss is not None:
         if options.loss >= len(candidates):

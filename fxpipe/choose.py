@@ -8,7 +8,7 @@ give the same choice, so ranks that choose apart agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fxpipe import schedules
@@ -21,15 +21,41 @@ from fxpipe.simulator import UNIT_COSTS, Timeline, simulate
 # The list scheduler takes on the placements of so many candidates, if there are few actions.
 _PLACEMENTS, _SEARCH_ACTIONS = 4, 20_000
 
+# What the names of schedules that were searched for mean.
+_SEARCHED = {
+    "list": "list(x): made for these times on the placement of x",
+    "refill": "refill(x): x with each weight gradient moved to where its rank would wait",
+    "solver": "solver(x): x improved by a solver",
+}
+
+
+@dataclass(frozen=True)
+class Units:
+    """How the numbers of a choice are written."""
+
+    time: Callable[[float], str] = "{:g}".format
+    memory: Callable[[float], str] = "{:g}".format
+
+
+PLAIN = Units()
+SECONDS_AND_BYTES = Units(
+    time=lambda seconds: f"{1e3 * seconds:.4g} ms",
+    memory=lambda size: f"{size / 1e6:.4g} MB" if size >= 1e5 else f"{size / 1e3:.4g} kB",
+)
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule that was considered. `refused` says why it cannot be used, empty if it can."""
+    """A schedule that was considered. `refused` says why it cannot be used, empty if it can.
+
+    `limit` is the memory limit that it exceeds.
+    """
 
     name: str
     timeline: Timeline | None = None
     memory: float = 0.0
     refused: str = ""
+    limit: float | None = None
 
     @property
     def schedule(self) -> Schedule | None:
@@ -61,37 +87,57 @@ class Choice:
     @property
     def reason(self) -> str:
         """One sentence: what won, and by how much over what."""
+        return self._reason(PLAIN)
+
+    def _reason(self, units: Units) -> str:
         fit = [c for c in self.considered if not c.refused]
         start = (
-            f"{self.name} takes {self.makespan:g}, bubble {100 * self.timeline.bubble_flush:.1f} %"
+            f"{self.name}: {units.time(self.makespan)} a step, "
+            f"bubble {100 * self.timeline.bubble_flush:.1f} %"
         )
         if len(fit) == 1:
             return f"{start}; nothing else of {len(self.considered)} considered fits"
         second = fit[1]
         assert second.timeline is not None
-        slower = second.timeline.makespan / self.makespan - 1
-        if slower > 5e-9:
-            return f"{start}; next is {second.name}, slower by {100 * slower:.1f} %"
+        if slower := self._slower(second.timeline):
+            return f"{start}; next is {second.name}, {slower}"
         ahead = ("memory", "weights", "messages", "place in the list")
         pairs = list(zip(fit[0].rank_key, second.rank_key, strict=True))[1:]
         why = next((what for what, (a, b) in zip(ahead, pairs, strict=False) if a < b), ahead[-1])
         return f"{start}; {second.name} takes as long, the {why} decided"
 
+    def _slower(self, timeline: Timeline) -> str:
+        """By how much it is slower than what was taken; empty where it is not."""
+        percent = 100 * (timeline.makespan / self.makespan - 1)
+        if percent <= 5e-7:
+            return ""
+        return "slower by " + (f"{percent:.1f} %" if percent >= 0.05 else "less than 0.1 %")
+
     def __str__(self) -> str:
-        """A line per candidate, the best first, after the reason."""
-        lines = [self.reason]
+        return self.describe()
+
+    def describe(self, units: Units = PLAIN) -> str:
+        """The reason, a line per candidate, the best first, and what the names of some mean."""
+        lines = [self._reason(units)]
         for candidate in self.considered:
-            if candidate.refused or candidate.timeline is None:
-                lines.append(f"  {candidate.name}: refused: {candidate.refused}")
-                continue
-            timeline = candidate.timeline
-            slower = timeline.makespan / self.makespan - 1
-            lines.append(
-                f"  {candidate.name}: {timeline.makespan:g}, bubble "
-                f"{100 * timeline.bubble_flush:.1f} %, memory {candidate.memory:g}"
-                + (f", slower by {100 * slower:.1f} %" if slower > 5e-9 else "")
-            )
+            lines.append(f"  {candidate.name}: {self._describe(candidate, units)}")
+        searched = {candidate.name.partition("(")[0] for candidate in self.considered}
+        if meanings := [text for start, text in _SEARCHED.items() if start in searched]:
+            lines.append("; ".join(meanings))
         return "\n".join(lines)
+
+    def _describe(self, candidate: Candidate, units: Units) -> str:
+        timeline, memory = candidate.timeline, units.memory(candidate.memory)
+        if candidate.limit is not None:
+            limit = units.memory(candidate.limit)
+            return f"refused: needs memory {memory}, more than memory_limit={limit}"
+        if candidate.refused or timeline is None:
+            return f"refused: {candidate.refused}"
+        slower = self._slower(timeline)
+        return (
+            f"{units.time(timeline.makespan)}, bubble {100 * timeline.bubble_flush:.1f} %, "
+            f"memory {memory}" + (f", {slower}" if slower else "")
+        )
 
 
 def choose(
@@ -175,10 +221,10 @@ class _Chooser:
     def _consider(self, name: str, schedule: Schedule) -> Candidate:
         timeline = simulate(replace_name(schedule, name), self.costs)
         memory = max(map(sum, zip(timeline.peak_activations, self._weights(timeline), strict=True)))
-        refused = ""
-        if self.memory_limit is not None and memory > self.memory_limit * (1 + 1e-9):
-            refused = f"needs memory {memory:g}, more than memory_limit={self.memory_limit:g}"
-        candidate = Candidate(name, timeline, memory, refused)
+        limit, refused = self.memory_limit, ""
+        if limit is not None and memory > limit * (1 + 1e-9):
+            refused = f"needs memory {memory:g}, more than memory_limit={limit:g}"
+        candidate = Candidate(name, timeline, memory, refused, limit if refused else None)
         self.candidates.append(candidate)
         return candidate
 

@@ -19,7 +19,9 @@ def run(arguments: list[str]) -> int:
     """Run the command line; its exit code."""
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
-        return _complain(f"needs {' and '.join(missing)}; pip install 'fxpipe[cli]'")
+        return _complain(
+            f"needs {' and '.join(missing)}; pip install 'fxpipe[cli]', or -e '.[cli]' in a clone"
+        )
     from fxpipe.commands import app
 
     try:

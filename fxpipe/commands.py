@@ -1,4 +1,4 @@
-"""The commands of `fxpipe` as functions: `schedule`, `schedules` and `compare`."""
+"""The commands of `fxpipe` as functions: `schedule`, `schedules`, `compare` and `check`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from rich.table import Table
 from fxpipe.choose import choose
 from fxpipe.costs import Costs
 from fxpipe.errors import OptionError, ScheduleError
-from fxpipe.report import Report
+from fxpipe.report import ClosedForm, Report
 from fxpipe.schedules import Family, build, families, load, to_csv
 from fxpipe.schedules.builder import find
 from fxpipe.simulator import simulate
 
 app = typer.Typer(
-    help="Pipeline schedules: list them, simulate one, compare several.",
+    help="Pipeline schedules: list, simulate, compare. Models: check one against plain eager.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-NAME = "A family such as 1f1b or chimera:f=2, a .txt file of actions, PyTorch's .csv of them"
+NAME = "A family such as 1f1b or chimera:f=2, a .txt file of actions or directives, PyTorch's .csv"
 LETTERS = """\
 p ranks, m microbatches, v chunks per rank, f half the number of replicas, r the rank;
 F, B (input gradient), W: times of one rank's share of the model for one microbatch;
-memory and weights in units of that share."""
+memory and weights in units of that share.
+Formulas are for equal stages, messages without delay and enough microbatches: where each holds."""
 
 Ranks = Annotated[int, typer.Option("--ranks", "-p", min=1, help="Ranks of the pipeline.")]
 Microbatches = Annotated[
@@ -149,6 +150,45 @@ def compare(
         typer.echo(f"left out: {reason}")
 
 
+@app.command()
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="script.py:name or package.module:name of a model, or of a function that returns "
+            "model, or (model, args), or (model, args, kwargs)"
+        ),
+    ],
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--option", "-o", help="An option of the backend: -o stages=2"),
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", "-i", help="A random argument: float:8x16, int:8x128:512, bool:8"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2,
+    dtype: Annotated[
+        str, typer.Option(help="What the model and its inputs are cast to.")
+    ] = "float64",
+) -> None:
+    """Train a model by plain eager and by fxpipe, and show where they differ."""
+    import torch
+
+    from fxpipe import parity
+    from fxpipe import target as targets
+
+    wanted = getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype) or not wanted.is_floating_point:
+        raise OptionError(f"--dtype {dtype} is no floating point type; write for instance float64")
+    model, (args, kwargs) = targets.load(target, inputs or ())
+    given = targets.read_options(options or ())
+    found = parity.check(model, args, kwargs, given, steps, wanted)
+    typer.echo(str(found))
+    if not found.agrees:
+        raise typer.Exit(1)
+
+
 def _report(
     name: str,
     ranks: int,
@@ -160,14 +200,16 @@ def _report(
 ) -> Report:
     """Build and simulate a schedule; a file says itself for how many ranks and microbatches."""
     if name.endswith((".txt", ".csv")):
-        return _report_file(Path(name), times, pair)
+        return _report_file(Path(name), times, pair, memory_limit)
     family = None if name == "auto" else find(name.partition(":")[0])
     if chunks is None:
         chunks = family.chunks(2 * ranks, ranks) if family else 2
     costs = costs_of(times, ranks=ranks, stages=ranks * chunks, pair=pair)
     if family is None:
         choice = choose(ranks * chunks, microbatches, ranks, costs, memory_limit)
-        return Report(choice.name, choice.timeline, chunks, note=str(choice))
+        return Report(
+            choice.name, choice.timeline, chunks, note=str(choice), memory_limit=memory_limit
+        )
     built = build(
         name,
         stages=ranks * chunks,
@@ -176,15 +218,16 @@ def _report(
         costs=costs,
         memory_limit=memory_limit,
     )
-    return Report(name, simulate(built, costs), chunks, family)
+    timeline = simulate(built, costs)
+    return Report(name, timeline, chunks, family, memory_limit=memory_limit)
 
 
-def _report_file(path: Path, times: str, pair: float | None) -> Report:
+def _report_file(path: Path, times: str, pair: float | None, memory_limit: float | None) -> Report:
     loaded = load(path)
     ranks, stages = loaded.num_ranks, loaded.num_stages
     costs = costs_of(times, ranks=ranks, stages=stages, pair=pair)
     chunks = stages // ranks if stages % ranks == 0 else stages / ranks
-    return Report(path.name, simulate(loaded, costs), chunks)
+    return Report(path.name, simulate(loaded, costs), chunks, memory_limit=memory_limit)
 
 
 def costs_of(times: str, *, ranks: int, stages: int, pair: float | None = None) -> Costs:
@@ -237,14 +280,16 @@ def _family_dict(family: Family) -> dict[str, str]:
 
 
 def _print_report(report: Report) -> None:
-    timeline, family = report.timeline, report.family
+    timeline = report.timeline
+    flush, own = report.form("flush"), report.form("own")
     typer.echo(report.title)
     typer.echo(
         f"  flush bubble   {_percent(timeline.bubble_flush)}   time {timeline.bubble_flush_time:g} "
-        f"of {timeline.makespan:g}" + (f"   {family.flush}" if family and family.flush else "")
+        f"of {timeline.makespan:g}{_formula(flush)}"
     )
     typer.echo(
         f"  own bubble     {_percent(timeline.bubble_own)}   time {timeline.bubble_own_time:g}"
+        f"{_formula(own)}"
     )
     typer.echo(f"  messages       {sum(report.messages)}")
     table = _table("rank", "peak activations", "weights", "messages sent", "busy", "stages")
@@ -257,9 +302,41 @@ def _print_report(report: Report) -> None:
             _percent(timeline.busy[rank] / timeline.makespan if timeline.makespan else 0.0),
             " ".join(map(str, timeline.schedule.stages_of(rank))),
         )
-    _console().print(table)
+    _print_table(table)
+    for which, form in (("flush", flush), ("own", own)):
+        if form is not None and not form.holds:
+            typer.echo(_where_it_holds(report, which, form))
+    if report.over_limit:
+        typer.echo(_over_limit(report))
     if report.note:
         typer.echo(report.note)
+
+
+def _formula(form: ClosedForm | None) -> str:
+    return f"   {form.text}" if form is not None and form.holds else ""
+
+
+def _where_it_holds(report: Report, which: str, form: ClosedForm) -> str:
+    assert report.family is not None
+    conditions = ["equal stages", "messages without delay"]
+    if report.family.holds != "always":
+        conditions.insert(0, report.family.holds)
+    if report.memory_limit is not None and "memory_limit" in report.family.takes:
+        conditions.append("no memory limit")
+    return (
+        f"the {which} bubble is {form.text} only for {', '.join(conditions)}; "
+        f"that would be {form.value:g} here"
+    )
+
+
+def _over_limit(report: Report) -> str:
+    ranks, several = report.over_limit, len(report.over_limit) > 1
+    return (
+        f"over the limit: --memory-limit is {report.memory_limit:g}, but "
+        f"rank{'s' if several else ''} {', '.join(map(str, ranks))} hold{'' if several else 's'} "
+        f"up to {max(report.timeline.peak_activations):g} activations; "
+        f"fxpipe schedule auto keeps the limit"
+    )
 
 
 def _print_comparison(reports: list[Report]) -> None:
@@ -267,6 +344,9 @@ def _print_comparison(reports: list[Report]) -> None:
         "schedule", "stages", "time", "flush bubble", "own bubble", "peak activations", "weights",
         "messages",
     )  # fmt: skip
+    limit = next((report.memory_limit for report in reports), None)
+    if limit is not None:
+        table.add_column(f"limit {limit:g}")
     for report in reports:
         timeline, peak = report.timeline, report.timeline.peak_activations
         table.add_row(
@@ -278,8 +358,9 @@ def _print_comparison(reports: list[Report]) -> None:
             f"{min(peak):g}" + (f"..{max(peak):g}" if max(peak) > min(peak) else ""),
             f"{max(timeline.weights):g}",
             str(sum(report.messages)),
+            *(["over the limit" if report.over_limit else ""] if limit is not None else []),
         )
-    _console().print(table)
+    _print_table(table)
 
 
 def _table(*columns: str) -> Table:
@@ -289,10 +370,17 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _console() -> Console:
-    """Wide enough for the tables where the output is no terminal."""
+def _print_table(table: Table) -> None:
+    """Wide enough, and without blanks at the ends of lines, where the output is no terminal."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=140)
+    if console.is_terminal:
+        console.print(table)
+        return
+    wide = Console(highlight=False, width=160)
+    with wide.capture() as capture:
+        wide.print(table)
+    for line in capture.get().splitlines():
+        typer.echo(line.rstrip())
 
 
 def _percent(ratio: float) -> str:

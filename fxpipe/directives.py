@@ -7,7 +7,8 @@
     strategy.order(on(kind="F"), on(kind="W"), rank=0)
     schedule = strategy.schedule()
 
-`parse` reads the same from text, which is data and runs nothing:
+`parse` reads the same from text, and `fxpipe.schedules.load` from a file of it, which is data and
+runs nothing:
 
     stages 4
     microbatches 8

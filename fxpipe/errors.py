@@ -6,6 +6,7 @@ FxpipeError
 |-- ModelError       the graph was captured, but cannot be pipelined with the same numbers
 |-- ScheduleError    a schedule is malformed, incomplete or would deadlock
 |-- PassError        a pass failed, or broke a promise that is checked after it
+|-- ParityError      a checked step gives other numbers than plain eager
 `-- RankError        a rank raised, died, stalled, or disagrees with the others
 """
 
@@ -32,6 +33,10 @@ class ScheduleError(FxpipeError, ValueError):
 
 class PassError(FxpipeError, RuntimeError):
     """A pass failed, or broke a promise that is checked after it."""
+
+
+class ParityError(FxpipeError, AssertionError):
+    """A checked step gives other numbers than plain eager."""
 
 
 class RankError(FxpipeError, RuntimeError):

@@ -41,7 +41,11 @@ class Variable(NamedTuple):
 
 ENVIRONMENT = (
     Variable("FXPIPE_DUMP", "dump", "folder for the text of the program after every pass"),
-    Variable("FXPIPE_CHECK", "check", "1: verify the program after every pass; 0: do not"),
+    Variable(
+        "FXPIPE_CHECK",
+        "check",
+        "1: verify the program after every pass; 0: do not; first: as the option says",
+    ),
     Variable("FXPIPE_STOP_AFTER", "stop_after", "name of the pass after which to stop"),
     Variable(
         "FXPIPE_LOG",
@@ -215,8 +219,14 @@ class Options:
     dump: str | None = option(
         folder, "a folder, or None", "dumps", "folder for the text of the program after every pass"
     )
-    check: bool = option(
-        switch, "True or False", True, "verify the program after every pass", default=False
+    check: bool | Literal["first"] = option(
+        either(switch, word("first")),
+        "True, False or 'first'",
+        True,
+        "verify the program after every pass; `'first'`: also run the first step of each trace "
+        "beside plain eager and stop where they differ",
+        default=False,
+        words=("first",),
     )
     stop_after: str | None = option(
         text,
@@ -228,7 +238,8 @@ class Options:
         either(index, text),
         "the number or the name of an output, or None",
         0,
-        "which of several scalar outputs is the loss: its number among them, or its name",
+        "which of several scalar outputs is the loss: its number among them, from 0, or the name "
+        "of the operator that makes it, as the error without this option lists both",
     )
     loss_reduction: str | None = option(
         word(*LOSS_REDUCTIONS),
@@ -270,7 +281,13 @@ class Options:
                 f"options is a {type(given).__name__}, expected a dict; write for instance "
                 f"options={{'stages': 2}}"
             )
-        values = _from_environment() | dict(given or {})
+        by_variable = _from_environment()
+        # A variable stands in for None as for an option that is left out.
+        values = by_variable | {
+            name: value
+            for name, value in (given or {}).items()
+            if value is not None or name not in by_variable
+        }
         about = {entry.name: entry.metadata for entry in fields(Options)}
         for name in values:
             if name not in about:
@@ -308,7 +325,8 @@ def _from_environment() -> dict[str, Any]:
             continue
         found[variable.option] = value
         if variable.option == "check":
-            found["check"] = _look_up(variable.name, value, _SWITCH, "1 or 0")
+            known = _SWITCH | {"first": "first"}
+            found["check"] = _look_up(variable.name, value, known, "1, 0 or first")
     return found
 
 

@@ -18,22 +18,28 @@ def partition(
     transfer: Sequence[float] | None = None,
     memory: Sequence[float] | None = None,
     memory_limit: Limit | None = None,
+    *,
+    ranks: int | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[int]:
     """The index at which each stage begins; stages are contiguous and none is empty.
 
     costs: time per item, any unit. transfer[i]: what a cut between items i and i + 1 costs the
     stage on either side of it (one sends activations there, the other gradients), same unit.
-    memory: per item; a stage holds at most memory_limit (one for all, or one per stage).
+    memory: per item; a stage holds at most memory_limit (one for all, or one per stage). With
+    `ranks` the limit is what a rank may hold, and a stage its part of it, ranks / stages.
+    names: of the items, for the error where nothing fits; those without one are "".
 
     Minimises the time of the slowest stage; among equals the sum of squared times, then the
     earliest begins (an early stage keeps more microbatches alive, so it had better be small).
     Exact dynamic programming: a greedy split bounds the slowest stage and so the begins that are
     worth a look, which leaves about O(items) of them; O(stages * items^2) where it finds none.
     """
-    split = _Split(costs, stages, transfer, memory, memory_limit)
+    part = ranks / stages if ranks and stages else 1.0
+    split = _Split(costs, stages, transfer, memory, memory_limit, part)
     slowest = split.best(bound=split.greedy_bound(), worst=True)
     if slowest is None:
-        raise OptionError(split.why_nothing_fits())
+        raise OptionError(split.why_nothing_fits(ranks, names))
     starts = split.best(bound=max(split.times(slowest)), worst=False)
     assert starts is not None
     return starts
@@ -63,6 +69,7 @@ class _Split:
         transfer: Sequence[float] | None = None,
         memory: Sequence[float] | None = None,
         memory_limit: Limit | None = None,
+        part: float = 1.0,
     ) -> None:
         self.num_items = len(costs)
         self.num_stages = stages
@@ -78,7 +85,8 @@ class _Split:
             _check_numbers("memory", memory, self.num_items)
         self.memory = list(memory) if memory is not None else [0.0] * self.num_items
         self.held = [0.0, *accumulate(self.memory)]
-        self.limits = _per_stage(memory_limit, stages)
+        self.part = part
+        self.limits = [part * limit for limit in _per_stage(memory_limit, stages)]
 
     def stage_time(self, start: int, end: int) -> float:
         return self.time[end] - self.time[start] + self.cut[start] + self.cut[end]
@@ -155,18 +163,41 @@ class _Split:
             if time <= bound:
                 yield end, time
 
-    def why_nothing_fits(self) -> str:
+    def why_nothing_fits(self, ranks: int | None, names: Sequence[str] | None) -> str:
+        """What is too large, and the least limit that would do, as the user gave it."""
         largest = max(range(self.num_items), key=lambda item: self.memory[item])
         need = max(stage_times(self.memory, partition(self.memory, self.num_stages)))
+        asked, limit = f"stages={self.num_stages}", ""
+        times = math.ceil(100 * need / max(min(self.limits), 1e-9)) / 100
+        more, raised = "stages", f"to {times:g} times what it is"
+        if ranks is not None:
+            asked += f" on ranks={ranks}"
+            limit = f"={_brief([limit / self.part for limit in self.limits])}"
+            more, raised = "ranks", f"to at least {math.ceil(need / self.part)}"
+        problem = (
+            f"no split into {asked} keeps every stage within memory_limit{limit}: a stage may hold "
+            f"{_brief(self.limits)}, but "
+        )
+        if self.memory[largest] > max(self.limits):
+            name = names[largest] if names else ""
+            what = f"{name!r}" if name else f"part {largest + 1} of {self.num_items} in their order"
+            return (
+                f"{problem}{what} alone needs {_plain(self.memory[largest])}; raise the limit "
+                f"{raised}, as more stages do not divide it"
+            )
         return (
-            f"no split into stages={self.num_stages} keeps every stage within "
-            f"memory_limit={_brief(self.limits)}: an even split by memory needs {need:g} and item "
-            f"{largest} alone {self.memory[largest]:g}; raise the limit or the number of stages"
+            f"{problem}the largest of the most even split needs {_plain(need)}; raise the limit "
+            f"{raised}, or use more {more}"
         )
 
 
+def _plain(number: float) -> str:
+    return f"{number:.0f}" if float(number).is_integer() else f"{number:g}"
+
+
 def _brief(limits: Sequence[float]) -> str:
-    return f"{limits[0]:g}" if len(set(limits)) == 1 else str([float(x) for x in limits])
+    same = len(set(limits)) == 1
+    return _plain(limits[0]) if same else f"[{', '.join(map(_plain, limits))}]"
 
 
 def _per_stage(limit: Limit | None, stages: int) -> list[float]:

@@ -68,24 +68,26 @@ def figure_of(timelines: Sequence[tuple[str, Timeline]], unit: str = "") -> Figu
         from matplotlib.figure import Figure
     except ImportError as error:
         raise OptionError(
-            "a picture needs matplotlib, which is not installed; pip install 'fxpipe[viz]'"
+            "a picture needs matplotlib, which is not installed; install fxpipe with its extra "
+            "viz: pip install 'fxpipe[viz]', or in a clone pip install -e '.[viz]'"
         ) from error
     rows = [_ROW_HEIGHT * timeline.schedule.num_ranks for _, timeline in timelines]
     height = sum(rows) + _HEAD * len(rows) + _FOOT
     figure = Figure(figsize=(_WIDTH, height))
     end = max(timeline.makespan for _, timeline in timelines) or 1.0
-    top = height
+    top, numbered = height, False
     for (title, timeline), row in zip(timelines, rows, strict=True):
         top -= _HEAD + row
         axes = figure.add_axes((0.055, top / height, 0.93, row / height))
-        _draw_rows(axes, title, timeline, end)
+        numbered |= _draw_rows(axes, title, timeline, end)
     axes.tick_params(labelbottom=True, bottom=True)
     axes.set_xlabel(f"time ({unit})" if unit else "time", color=TEXT_COLOUR)
-    _add_legend(figure, [timeline for _, timeline in timelines])
+    _add_legend(figure, [timeline for _, timeline in timelines], numbered)
     return figure
 
 
-def _draw_rows(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
+def _draw_rows(axes: Axes, title: str, timeline: Timeline, end: float) -> bool:
+    """Draw one timeline; whether some box had room for its number."""
     num_ranks = timeline.schedule.num_ranks
     axes.set_xlim(0, end * 1.002)
     axes.set_ylim(num_ranks, 0)
@@ -97,7 +99,7 @@ def _draw_rows(axes: Axes, title: str, timeline: Timeline, end: float) -> None:
         side.set_visible(False)
     axes.barh([rank + 0.5 for rank in range(num_ranks)], timeline.makespan, 0.9, color=IDLE_COLOUR)
     boxes = [box for rank in range(num_ranks) for box in _boxes(timeline, rank)]
-    _draw_boxes(axes, boxes, _WIDTH * 0.93 / (end * 1.002))
+    return _draw_boxes(axes, boxes, _WIDTH * 0.93 / (end * 1.002))
 
 
 # left, right, top, bottom in data units; colour; what is written in it
@@ -125,7 +127,7 @@ def _parts(step: Step) -> list[tuple[Action, float, float]]:
     return [(action, 0.05, 0.95) for action in actions_of(step)]
 
 
-def _draw_boxes(axes: Axes, boxes: list[_Box], inches_per_time: float) -> None:
+def _draw_boxes(axes: Axes, boxes: list[_Box], inches_per_time: float) -> bool:
     from matplotlib.collections import PolyCollection
 
     corners = [
@@ -142,10 +144,12 @@ def _draw_boxes(axes: Axes, boxes: list[_Box], inches_per_time: float) -> None:
             linewidths=lines,
         )
     )
+    numbered = False
     longest = max((len(label) for *_, label in boxes), default=0)
     for left, right, top, bottom, _, label in boxes if len(boxes) <= _MOST_LABELS else []:
         width, is_half = (right - left) * inches_per_time, bottom - top < 0.5
         if width >= _LABEL_WIDTH * longest:
+            numbered = True
             size = min(5.5 if is_half else 8.0, 62 * width / (len(label) + 0.4))
             axes.text(
                 (left + right) / 2,
@@ -156,9 +160,10 @@ def _draw_boxes(axes: Axes, boxes: list[_Box], inches_per_time: float) -> None:
                 fontsize=size,
                 color=TEXT_COLOUR,
             )
+    return numbered
 
 
-def _add_legend(figure: Figure, timelines: list[Timeline]) -> None:
+def _add_legend(figure: Figure, timelines: list[Timeline], numbered: bool) -> None:
     from matplotlib.patches import Patch
 
     ranks = [(t.schedule, rank) for t in timelines for rank in range(t.schedule.num_ranks)]
@@ -167,9 +172,9 @@ def _add_legend(figure: Figure, timelines: list[Timeline]) -> None:
         Patch(color=COLOURS[kind], label=MEANINGS[kind]) for kind in MEANINGS if kind in used
     ]
     entries.append(Patch(facecolor=IDLE_COLOUR, edgecolor="#BBBBBB", label="idle"))
-    note = "numbers are microbatches"
+    notes = ["numbers are microbatches"] if numbered else []
     if any(len(schedule.stages_of(rank)) > 1 for schedule, rank in ranks):
-        note += "; a paler shade is a later chunk of the rank"
+        notes.append("a paler shade is a later chunk of the rank")
     figure.legend(
         handles=entries,
         loc="lower left",
@@ -179,4 +184,5 @@ def _add_legend(figure: Figure, timelines: list[Timeline]) -> None:
         fontsize=9,
         labelcolor=TEXT_COLOUR,
     )
-    figure.text(0.985, 0.13 / figure.get_figheight(), note, ha="right", fontsize=8, color="#555555")
+    note, height = "; ".join(notes), 0.13 / figure.get_figheight()
+    figure.text(0.985, height, note, ha="right", fontsize=8, color="#555555")

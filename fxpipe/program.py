@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import sympy
+import torch
 import torch.fx as fx
 
 from fxpipe.options import Options
 from fxpipe.schedule import Kind, Schedule
+
+TORCH = str(Path(torch.__file__).parent)
 
 
 class Role(str, Enum):
@@ -211,11 +215,11 @@ def where(node: fx.Node) -> str:
     """The user's line that made a node: `train.py:12: loss = a + b`, or the node's own text."""
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines()]
-    for i in range(len(lines) - 1, -1, -1):
-        if lines[i].startswith("File "):
-            file, line, *_ = lines[i].removeprefix("File ").split(", ")
-            code = lines[i + 1] if i + 1 < len(lines) else ""
-            return f"{file.strip(chr(34))}:{line.removeprefix('line ')}: {code}".rstrip(": ")
+    frames = [i for i in range(len(lines) - 1, -1, -1) if lines[i].startswith("File ")]
+    for i in sorted(frames, key=lambda i: TORCH in lines[i]):  # what torch does inside comes last
+        file, line, *_ = lines[i].removeprefix("File ").split(", ")
+        code = lines[i + 1] if i + 1 < len(lines) else ""
+        return f"{file.strip(chr(34))}:{line.removeprefix('line ')}: {code}".rstrip(": ")
     return f"{node.name} = {getattr(node.target, '__name__', node.target)}(...)"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import isclose
 from typing import Any
 
 from fxpipe.schedules import Family
@@ -11,14 +12,27 @@ from fxpipe.simulator import Timeline
 
 
 @dataclass(frozen=True)
+class ClosedForm:
+    """A family's formula, its value for the numbers given, and whether that is what came out."""
+
+    text: str
+    value: float
+    holds: bool
+
+
+@dataclass(frozen=True)
 class Report:
-    """A timeline under its name. `note` is what else is to be said of it."""
+    """A timeline under its name. `note` is what else is to be said of it.
+
+    memory_limit: the activations that a rank may hold, in those of its share of a microbatch.
+    """
 
     name: str
     timeline: Timeline
     chunks: float
     family: Family | None = None
     note: str = ""
+    memory_limit: float | None = None
 
     @property
     def title(self) -> str:
@@ -32,6 +46,38 @@ class Report:
     def messages(self) -> list[int]:
         """Per rank, the messages that it sends."""
         return [self.timeline.messages(rank) for rank in range(self.timeline.schedule.num_ranks)]
+
+    @cached_property
+    def over_limit(self) -> list[int]:
+        """The ranks that hold more activations than the memory limit."""
+        if self.memory_limit is None:
+            return []
+        most = self.memory_limit * (1 + 1e-9)
+        return [r for r, peak in enumerate(self.timeline.peak_activations) if peak > most]
+
+    def form(self, which: str) -> ClosedForm | None:
+        """The family's closed form of the `flush` or `own` bubble, and its value here."""
+        text = getattr(self.family, which) if self.family else ""
+        if self.family is None or not text:
+            return None
+        expression = self.family.formula(which)
+        assert expression is not None
+        schedule, costs = self.timeline.schedule, self.timeline.costs
+        ranks = schedule.num_ranks
+        _, _, options = self.name.partition("f=")
+        values = {
+            "p": ranks,
+            "m": schedule.num_microbatches,
+            "v": self.chunks,
+            "f": int(options or 1),
+            "F": sum(costs.F) / ranks,
+            "B": sum(costs.I) / ranks,
+            "W": sum(costs.W) / ranks,
+        }
+        here = {symbol: values[str(symbol)] for symbol in expression.free_symbols}
+        value = float(expression.subs(here))
+        shown = getattr(self.timeline, f"bubble_{which}_time")
+        return ClosedForm(text, value, isclose(value, shown, rel_tol=1e-6, abs_tol=1e-9))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: bubbles are ratios, `..._time` in the unit of the times that were given.
@@ -53,6 +99,8 @@ class Report:
             "bubble_flush_time": timeline.bubble_flush_time,
             "bubble_own_time": timeline.bubble_own_time,
             "peak_activations": timeline.peak_activations,
+            "memory_limit": self.memory_limit,
+            "ranks_over_limit": self.over_limit,
             "weights": timeline.weights,
             "busy": timeline.busy,
             "messages": self.messages,

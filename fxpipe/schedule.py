@@ -92,8 +92,8 @@ class Action:
         match = _ACTION.fullmatch(text)
         if not match:
             raise ScheduleError(
-                f"{text!r} is no action; expected <stage><kind><microbatch> such as 2F5, 2I5, 2W5, "
-                f"2B5, 2SEND_F5 or a pair such as [2F5|3B1]"
+                f"{_short(text)!r} is no action; expected <stage><kind><microbatch> such as 2F5, "
+                f"2I5, 2W5, 2B5, 2SEND_F5 or a pair such as [2F5|3B1]"
             )
         stage, kind, microbatch, arrow, peer = match.groups()
         action = Action(int(stage), Kind(kind), int(microbatch), int(peer) if peer else None)
@@ -128,7 +128,7 @@ def parse_step(text: str) -> Step:
         return Action.parse(text)
     forward, bar, backward = text.removeprefix("[").removesuffix("]").partition("|")
     if not (bar and text.endswith("]")):
-        raise ScheduleError(f"{text!r} is no pair; expected the form [2F5|3B1]")
+        raise ScheduleError(f"{_short(text)!r} is no pair; expected the form [2F5|3B1]")
     return Pair(Action.parse(forward), Action.parse(backward))
 
 
@@ -149,21 +149,19 @@ class Schedule:
         """Read one line per rank, actions separated by blanks.
 
         A `#` starts a comment; a line may begin with `rank 3:`, which must then be its number; a
-        lone `.` is an idle slot and is skipped.
+        lone `.` is an idle slot and is skipped. Raises ScheduleError naming the line and its rank.
         """
         lines = text.splitlines() if isinstance(text, str) else list(text)
         ranks: list[tuple[Step, ...]] = []
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             line = line.partition("#")[0].strip()
             if not line:
                 continue
-            if label := re.match(r"rank\s+(\d+)\s*:", line):
-                if int(label[1]) != len(ranks):
-                    raise ScheduleError(
-                        f"line {line!r} is labelled rank {label[1]}, expected rank {len(ranks)}"
-                    )
-                line = line[label.end() :]
-            ranks.append(tuple(parse_step(word) for word in line.split() if word != "."))
+            try:
+                ranks.append(_parse_line(line, len(ranks)))
+            except ScheduleError as error:
+                where = f"line {number} (rank {len(ranks)})"
+                raise ScheduleError(f"{where}: {error}") from None
         if not ranks:
             raise ScheduleError("the schedule is empty; expected one line of actions per rank")
         return Schedule(tuple(ranks), name)
@@ -241,6 +239,48 @@ class Schedule:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank runs, ascending."""
         return tuple(stage for stage, ranks in self.holders.items() if rank in ranks)
+
+
+# What begins a line that belongs to something else: a grid's head, its rows, directives.
+_GRID = re.compile(r"step\s+rank\s|(>\s*)?\d+\s+(>?\[?\d+[FIWBSR]|\.)")
+_DIRECTIVE = re.compile(r"(stages|microbatches|annotation|place|replicate|split|order)\b")
+
+
+def is_directives(text: str) -> bool:
+    """Whether a text says directives (fxpipe.directives) and no actions, by its first word."""
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return bool(_DIRECTIVE.match(next(filter(None, lines), "")))
+
+
+def _parse_line(line: str, rank: int) -> tuple[Step, ...]:
+    if _GRID.match(line):
+        raise ScheduleError(
+            "this is a grid, which has a row per step and a column per rank, expected a line of "
+            "actions per rank; paste what print(schedule) shows, or let fxpipe.schedules.save "
+            "write the file"
+        )
+    if _DIRECTIVE.match(line):
+        raise ScheduleError(
+            f"{_short(line)!r} is a directive, expected a rank's actions; read directives by "
+            f"fxpipe.directives.parse(text).schedule(), or by fxpipe.schedules.load from a file"
+        )
+    if label := re.match(r"rank\s+(\d+)\s*:", line):
+        if int(label[1]) != rank:
+            raise ScheduleError(
+                f"{_short(line)!r} is labelled rank {label[1]}, expected rank {rank}"
+            )
+        line = line[label.end() :]
+    for word in line.split():
+        if "," in word:
+            raise ScheduleError(
+                f"{_short(word)!r} has a comma; separate actions by blanks, or give PyTorch's "
+                f"CSV as a file whose name ends in .csv"
+            )
+    return tuple(parse_step(word) for word in line.split() if word != ".")
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 _KINDS = tuple(Kind)

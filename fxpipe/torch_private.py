@@ -8,13 +8,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import sympy
 import torch
 import torch.fx as fx
+from torch._C import _DisableAutocast
 
 # Tracing again from inside a backend with the batch marked dynamic: no public way exists. Dynamo
 # restarts at once when this exception is raised; with
@@ -30,6 +34,13 @@ from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import arg_tree_leaves
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+# Autocast off for all devices at once; torch.autocast(..., enabled=False) wants each by its name.
+autocast_off = _DisableAutocast
 
 _tracing_again = False
 
@@ -49,6 +60,14 @@ def trace_again_with_dynamic_dims(dims: Sequence[tuple[torch.Tensor, int]]) -> N
     for tensor, dim in dims:
         maybe_mark_dynamic(tensor, dim)
     raise TensorifyScalarRestartAnalysis(restart_reason="fxpipe: symbolic batch dimension")
+
+
+def guard_on_hooks() -> None:
+    """Trace anew where a module's hooks change after the first call; Dynamo would not look at them.
+
+    It reads this setting when the backend has returned, so it cannot be set for one model alone.
+    """
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 
 def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
@@ -82,12 +101,40 @@ def graph_break_reason(gm: fx.GraphModule) -> tuple[str, Any] | None:
     return reason.reason, (reason.user_stack[-1] if reason.user_stack else None)
 
 
+def frame_left_to_python() -> traceback.FrameSummary | None:
+    """The frame between the compiled call and what Dynamo now traces, if there is one.
+
+    After a graph break in a loop Dynamo runs the whole frame in Python, and traces what that calls.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    traced = False
+    while frame is not None and not frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+        name = Path(frame.f_code.co_filename).as_posix()
+        inside = "/torch/_" in name or name.endswith("torch/nn/modules/module.py")
+        if traced and not inside and "/contextlib" not in name:
+            return traceback.FrameSummary(name, frame.f_lineno, frame.f_code.co_name)
+        traced = traced or name.endswith("_dynamo/convert_frame.py")
+        frame = frame.f_back
+    return None
+
+
 def expression(size: int | torch.SymInt) -> sympy.Expr:
     """A size as a sympy expression, equalities that the trace found put in."""
     if isinstance(size, int):
         return sympy.Integer(size)
     node = size.node
     return node.shape_env.replace(node.expr)
+
+
+def tie(size: int | torch.SymInt, other: int | torch.SymInt) -> None:
+    """Let two sizes of a trace, equal in this call, be one; calls where they differ trace again."""
+    torch._check(size == other)
+
+
+def grouped_products() -> tuple[Any, ...]:
+    """The functions that multiply each group of rows with its own matrix."""
+    found = (getattr(torch, "_grouped_mm", None), getattr(torch.nn.functional, "grouped_mm", None))
+    return tuple(function for function in found if function is not None)
 
 
 def export_joint(
@@ -156,7 +203,7 @@ def structured_trace(name: str, text: Callable[[], str]) -> None:
 
 def inductor_compile(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The function that Inductor makes of an ATen graph without gradients."""
-    with torch.no_grad():
+    with torch.no_grad(), autocast_off():
         compiled: Callable[..., Any] = compile_fx(graph, list(inputs))  # type: ignore[assignment]
         return compiled
 
@@ -169,3 +216,59 @@ def own_inductor_cache(rank: int) -> None:
     folder = Path(cache_dir())
     if folder.name != f"fxpipe-rank-{rank}":
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"fxpipe-rank-{rank}")
+
+
+def found_infs(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> dict[torch.device, torch.Tensor]:
+    """Device -> what the scaler reads before the optimizer's step: not 0 where an inf was found.
+
+    Unscales the gradients if that was not done since the last update. An optimizer without
+    gradients gets an entry: the scaler refuses a step for which nothing was looked at.
+    """
+    state = scaler._per_optimizer_states[id(optimizer)]
+    if state["stage"].name == "READY":
+        scaler.unscale_(optimizer)
+    found: dict[torch.device, torch.Tensor] = state["found_inf_per_device"]
+    if not found:
+        scale = scaler._scale
+        assert scale is not None
+        found[scale.device] = torch.zeros((), dtype=torch.float32, device=scale.device)
+    return found
+
+
+class OperatorMode(TorchDispatchMode):
+    """Hands every operator below autograd to `operator`: no public way exists."""
+
+    def operator(self, function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.operator(func, args, kwargs or {})
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in arg_tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def reads_and_writes(
+    function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    """The tensors that an operator only reads, those that it writes to, and whether it is a view.
+
+    What an operator does to its arguments is in its schema alone, which torch keeps private.
+    """
+    read: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
+    given = dict(enumerate(arguments)) | keywords
+    for i, argument in enumerate(function._schema.arguments):
+        found = tensors_within(given.get(i, given.get(argument.name)))
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        (written if writes else read).extend(found)
+    aliases = [value.alias_info for value in function._schema.returns]
+    return read, written, any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def storage_number(tensor: torch.Tensor) -> int:
+    """Tells storages apart as long as they live; storages without memory have no address."""
+    return tensor.untyped_storage()._cdata

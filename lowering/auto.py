@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fxpipe import schedules
-from fxpipe.choose import Choice, choose
+from fxpipe.choose import SECONDS_AND_BYTES, Choice, choose
 from fxpipe.costs import Costs
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.log import logger
@@ -57,7 +57,7 @@ def choose_schedule(
 
 def decide(program: Program, times: Times, num_ranks: int, options: Options) -> Schedule:
     choice = choice_for(program, times, num_ranks, options)
-    log.info("schedule='auto' took %s", choice)
+    log.info("schedule='auto' took %s", choice.describe(SECONDS_AND_BYTES))
     return choice.schedule
 
 

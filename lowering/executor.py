@@ -97,6 +97,18 @@ class Executor:
                         return f" at {where(node)}"
         return ""
 
+    def observe(self, seen: Callable[[str, Slots], None]) -> None:
+        """Have `seen` called with the name of every call and the slots as the call left them."""
+
+        def then(instruction: Instruction) -> Instruction:
+            def run(slots: Slots) -> None:
+                instruction.run(slots)
+                seen(instruction.name, slots)
+
+            return instruction if instruction.run is PAUSE else instruction._replace(run=run)
+
+        self.instructions = [then(instruction) for instruction in self.instructions]
+
     # Building.
 
     def instruction(self, node: fx.Node) -> Instruction | None:

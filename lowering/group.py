@@ -154,6 +154,26 @@ def compare_parameters(
             )
 
 
+def compare_batch(arguments: Mapping[str, torch.Tensor], limit: float) -> None:
+    """Refuse to start where ranks were called with other values; the same RankError on every rank.
+
+    Each rank takes its part of the batch itself: parts of different batches would make a loss that
+    is nobody's. arguments: path -> this rank's tensor, the same paths on every rank.
+    """
+    sums = [checksum(tensor) for tensor in arguments.values()]
+    packing = struct.Struct(f"<{len(sums)}q")
+    parts = gather("the comparison of batches", packing.pack(*sums), limit)
+    rows = [packing.unpack(part) for part in parts]
+    for index, path in enumerate(arguments):
+        other = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
+        if other:
+            raise RankError(
+                f"the argument {path!r} has other values on rank {other[0]} than on rank 0, and "
+                f"every rank takes the whole batch, the same one: use no DistributedSampler, and "
+                f"the same seed for data that is drawn"
+            )
+
+
 def checksum(tensor: torch.Tensor) -> int:
     """An odd number that tells values apart by their bits; 0 for a tensor without memory."""
     if tensor.numel() and not tensor.untyped_storage().size():

@@ -17,6 +17,7 @@ from fxpipe.lowering.transport import GroupTransport, LocalTransport
 from fxpipe.lowering.watch import watch
 from fxpipe.program import Input, Join, Program, Role
 from fxpipe.random import draw_seed, seeds_of_step
+from fxpipe.torch_private import autocast_off
 
 Boxes = dict[str, tuple[torch.Tensor, ...]]
 
@@ -142,7 +143,9 @@ class Run:
     def advance_rank(self, i: int, given: tuple[Any, ...] | None) -> str | tuple[Any, ...]:
         """The message that a rank waits for, or its outputs where it is done or paused."""
         try:
-            state = self.ranks[i].send(given)
+            # The tasks hold the casts of autocast; casting again would undo its exceptions.
+            with autocast_off():
+                state = self.ranks[i].send(given)
         except StopIteration as stop:
             program = self.plan.executors[i].program
             count = len(program.outputs)

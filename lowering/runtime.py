@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,14 +13,16 @@ import torch
 
 from fxpipe import ownership
 from fxpipe.capture import Capture
+from fxpipe.construction import initialise
 from fxpipe.dump import Dump
 from fxpipe.errors import FxpipeError, ModelError, RankError
 from fxpipe.log import logger
 from fxpipe.lowering.auto import choose_schedule, probe_schedule
 from fxpipe.lowering.decisions import Decisions, decisions_for, holders_of, with_trained
 from fxpipe.lowering.executor import Executor
-from fxpipe.lowering.group import agree, compare_parameters, compiling, digest
+from fxpipe.lowering.group import agree, compare_batch, compare_parameters, compiling, digest
 from fxpipe.lowering.lower import lower
+from fxpipe.lowering.parity import find_difference, refuse_difference
 from fxpipe.lowering.run import PipelinedStep, Plan, Run, prologue_values, watched
 from fxpipe.lowering.tasks import TaskCompiler
 from fxpipe.options import Options
@@ -50,11 +53,14 @@ class Step:
         self.decisions: Decisions | None = None
         self.schedule: Schedule | None = None
         self.node_places: dict[str, tuple[int, ...]] = {}
+        self.checked = False
         self.bindings = bind_symbols(capture)
         self.numbers = {entry.name: i for i, entry in enumerate(capture.inputs)}
 
     def __call__(self, *inputs: Any) -> list[Any]:
         plan, seed = self.plan_together(inputs)
+        if self.options.check == "first" and not self.checked:
+            self.check_first(plan, inputs, seed)
         with watched(plan):
             if self.capture.training:
                 tensors = PipelinedStep.apply(plan, seed, *inputs)
@@ -62,6 +68,13 @@ class Step:
                 with torch.no_grad():
                     tensors = Run(plan, inputs, seed).start()
         return self.complete(plan, inputs, tensors)
+
+    def check_first(self, plan: Plan, inputs: Sequence[Any], seed: int) -> None:
+        """Raises ParityError where this step, run on copies, differs from plain eager."""
+        with watched(plan):
+            found = find_difference(self.capture, plan, inputs, seed)
+        refuse_difference(found, self.world_size, self.options.timeout)
+        self.checked = True
 
     def complete(self, plan: Plan, inputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         """The model's outputs: those computed, integers, constants, and inputs as they are."""
@@ -107,6 +120,7 @@ class Step:
         seed = agree(plan.text, plan.digest, limit, seed=plan.draw_seed())
         if not plan.compared:
             self.compare_parameters(plan.program, inputs)
+            self.compare_batch(inputs)
             plan.compared = True
         return plan, seed
 
@@ -122,6 +136,15 @@ class Step:
         }
         compare_parameters(copies, users, self.options.timeout)
 
+    def compare_batch(self, inputs: Sequence[Any]) -> None:
+        """Before the first step of a plan: every rank must be called with the same batch."""
+        given = {
+            entry.path: value
+            for entry, value in zip(self.capture.inputs, inputs)
+            if entry.role in (Role.BATCH, Role.WHOLE) and isinstance(value, torch.Tensor)
+        }
+        compare_batch(given, self.options.timeout)
+
     def plan(self, inputs: Sequence[Any]) -> Plan:
         symbols = self.symbols(inputs)
         key = tuple(symbols.values())
@@ -133,9 +156,27 @@ class Step:
             self.programs.clear()
             self.schedule = self.decisions.schedule
         if key not in self.plans:
+            start = time.perf_counter()
             self.plans[key] = self.make_plan(symbols)
+            self.log_compile(self.plans[key], time.perf_counter() - start)
             self.record_ownership(self.plans[key], inputs)
         return self.plans[key]
+
+    def log_compile(self, plan: Plan, seconds: float) -> None:
+        program, executors = plan.program, plan.executors
+        sent = {name for executor in executors for name in executor.program.messages}
+        log.info(
+            "compiled %d stages on %d ranks, schedule %s, microbatches of %s rows, %d messages a "
+            "step%s, in %.1f s (plan %d of this trace)",
+            program.num_stages,
+            program.schedule.num_ranks,
+            program.schedule.name,
+            " ".join(map(str, plan.rows)),
+            len(sent),
+            " of this rank" if self.world_size > 1 else "",
+            seconds,
+            len(self.plans),
+        )
 
     def find_decisions(self, inputs: Sequence[Any]) -> Decisions:
         given = self.options
@@ -251,10 +292,30 @@ class Step:
         return self.schedule
 
     def record_ownership(self, plan: Plan, inputs: Sequence[Any]) -> None:
+        """Note what this rank uses. What no rank uses is as if this step had not seen it."""
         used = {slot.name for executor in plan.executors for slot in executor.program.slots}
-        for entry, value in zip(self.capture.inputs, inputs):
-            if entry.role in (Role.PARAMETER, Role.BUFFER):
-                ownership.record(value, self, entry.name in used)
+        used |= self.read_by_prologue(plan.program)
+        anywhere = used.union(*(task.inputs for task in plan.program.tasks.values()))
+        state = {
+            entry.name: value
+            for entry, value in zip(self.capture.inputs, inputs)
+            if entry.role in (Role.PARAMETER, Role.BUFFER) and entry.name in anywhere
+        }
+        for name, value in state.items():
+            ownership.record(value, self, name in used)
+        first = self.world_size == 1 or torch.distributed.get_rank() == 0
+        initialise((state[name] for name in used & state.keys()), state.values(), others=first)
+
+    def read_by_prologue(self, program: Program) -> set[str]:
+        """What every rank reads once a step, and no rank trains."""
+        if program.prologue is None:
+            return set()
+        placeholders = program.prologue.graph.find_nodes(op="placeholder")
+        return {
+            entry.name
+            for entry, node in zip(self.capture.inputs, placeholders)
+            if node.users and not entry.requires_grad
+        }
 
 
 def check_places(programs: Sequence[Program]) -> None:

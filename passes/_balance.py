@@ -60,7 +60,10 @@ def cheapest_starts(
     sent = [size * FLOPS_PER_BYTE_SENT for size in bytes_across(nodes)]
     cuts = [sent[piece.start] for piece in pieces[1:]]
     memory, limit = memory_of(program, nodes, pieces, num_stages)
-    found = partition([p.cost for p in pieces], num_stages, cuts, memory, limit)
+    found = partition(
+        [p.cost for p in pieces], num_stages, cuts, memory, limit,
+        ranks=program.num_ranks or num_stages, names=[p.path for p in pieces],
+    )  # fmt: skip
     modules = module_pieces(nodes, num_stages, costs)
     naive = equal_split(len(modules), num_stages)
     equal = stage_times(
@@ -200,7 +203,7 @@ def memory_of(
             2 * sum(bytes_of(n.meta["val"]) for n in read)
             + in_flight * sum(bytes_of(n.meta.get("val")) for n in saved if n.op != "placeholder")
         )
-    return memory, limit * ranks / num_stages
+    return memory, limit
 
 
 def stored(node: fx.Node) -> fx.Node:

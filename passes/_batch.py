@@ -72,7 +72,14 @@ class Batch:
         if node not in self.varying:
             self.same_at_first.add(node)
         source = shared_with(node)
-        self.roots[node] = node if source is None else self.roots[source]
+        if source is None:
+            self.roots[node] = node
+        elif is_one_of_several(node):
+            # The same element, however often it is taken out, is one value.
+            same = (n for n in source.users if n.args == node.args and n.target == node.target)
+            self.roots[node] = min(same, key=self.order.__getitem__)
+        else:
+            self.roots[node] = self.roots[source]
         if is_in_place(node):
             self.write(node)
 
@@ -103,6 +110,11 @@ class Batch:
     def dims(self, node: Any) -> list[int]:
         """The dimensions of a tensor that hold the batch."""
         return [d for d, size in enumerate(self.sizes(node)) if self.holds_batch(size)]
+
+    def of_value(self, value: Any) -> sympy.Expr | None:
+        """The size of the first dimension of a tensor that holds the batch."""
+        sizes = map(expression, value.shape)
+        return next((size for size in sizes if self.holds_batch(size)), None)
 
     def is_batched(self, node: Any) -> bool:
         return any(map(self.holds_batch, self.sizes(node)))
@@ -177,6 +189,10 @@ def draws(node: fx.Node) -> bool:
     return is_random(node) or name_of(node) in RANDOM
 
 
+def takes_graph(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", None) == "higher_order"
+
+
 def values_of(node: Any) -> list[Any]:
     return tensors_of(node.meta.get("example_value")) if isinstance(node, fx.Node) else []
 
@@ -199,6 +215,14 @@ def shared_with(node: fx.Node) -> fx.Node | None:
     return None
 
 
+def is_one_of_several(node: fx.Node) -> bool:
+    """Whether a node takes out one of several results, each with a storage of its own: topk."""
+    source = node.args[0]
+    own = isinstance(source, fx.Node) and source.op != "placeholder" and shared_with(source) is None
+    value = source.meta.get("example_value") if own else None
+    return name_of(node) == "getitem" and isinstance(value, (tuple, list))
+
+
 def is_in_place(node: fx.Node) -> bool:
     """Whether a node changes its first argument."""
     if node.op == "call_method":
@@ -206,7 +230,9 @@ def is_in_place(node: fx.Node) -> bool:
     if node.op != "call_function" or not (node.args and is_tensor(node.args[0])):
         return False
     name = getattr(node.target, "__name__", "")
-    if name in IN_PLACE_OPERATORS or (name.endswith("_") and not name.endswith("__")):
+    if getattr(node.target, "__module__", "") == "_operator":  # where and_ only avoids a keyword
+        return name in IN_PLACE_OPERATORS
+    if name.endswith("_") and not name.endswith("__"):
         return True
     return bool(argument(node, place_of_inplace(node.target), "inplace"))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -18,94 +17,111 @@ from fxpipe.passes._batch import (
     is_tensor,
     name_of,
     operand,
+    takes_graph,
     values_of,
 )
+from fxpipe.passes._graph import results_of
+from fxpipe.passes._layout import Layout, is_count
+from fxpipe.passes._mixing import (
+    BROADCAST_LOSSES,
+    CUTS,
+    IN_ORDER,
+    INDEXED,
+    SPREADS,
+    counts_from_zero,
+    dims_along,
+    is_known,
+    places_of,
+)
+from fxpipe.passes._routing import Routing
 from fxpipe.program import Role, where
 from fxpipe.torch_private import expression
 
 ADVICE = "options={'loss_reduction': 'mean'} (or 'sum') says that microbatch losses may be averaged"
 INSTEAD = "compute it outside of the model, or use one microbatch"
 
-# Operators that mix what lies along their `dim`: its place among the arguments, and its default
-# (None: all dimensions).
-ALONG_DIM: dict[str, tuple[int, tuple[int, ...] | None]] = {
-    **dict.fromkeys(
-        "softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp flip median std var "
-        "std_mean var_mean".split(),
-        (1, None),
-    ),
-    **dict.fromkeys("sort argsort mode glu".split(), (1, (-1,))),
-    **dict.fromkeys("topk kthvalue diff fft_fft fft_ifft fft_rfft fft_irfft".split(), (2, (-1,))),
-    **dict.fromkeys("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2".split(), (2, (-2, -1))),
-    **dict.fromkeys("fft_fftn fft_ifftn fft_rfftn fft_irfftn roll".split(), (2, None)),
-    "normalize": (2, (1,)),
-}
-# Operators that mix, or count, along dimensions that are always the same.
-ALONG_FIXED = {
-    "flipud": (0,),
-    "fliplr": (1,),
-    "rot90": (0, 1),
-    "cross_entropy": (1,),
-    "nll_loss": (1,),
-    **dict.fromkeys(("triu", "tril", "scaled_dot_product_attention"), (-2, -1)),
-}
-WINDOWED = re.compile(r"(conv|conv_transpose|\w*pool)(\d)d(?:_with_indices)?")
-RESHAPES = frozenset("view view_as reshape reshape_as flatten unflatten ravel".split())
-# Losses that broadcast their arguments and return one number, so that the shape hides it.
-BROADCAST_LOSSES = frozenset(
-    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div poisson_nll_loss "
-    "binary_cross_entropy_with_logits hinge_embedding_loss margin_ranking_loss "
-    "soft_margin_loss".split()
-)
 POSITIONS = frozenset("arange range linspace logspace randperm tril_indices triu_indices".split())
 KEEPS_POSITIONS = frozenset(
     "unsqueeze squeeze view reshape flatten expand expand_as to long int clone contiguous detach "
     "getattr".split()
 )
-INDEXED = frozenset(
-    "gather index_select take_along_dim index_add index_copy index_fill scatter scatter_add "
-    "scatter_reduce narrow".split()
+
+# What adds up over rows, and over the microbatches then; and what leaves a sum one.
+SUMS = frozenset("sum matmul mm bmm einsum addmm linear tensordot dot sum_to_size".split())
+KEEPS_SUMS = frozenset(
+    "view reshape t transpose permute unsqueeze squeeze contiguous clone neg to".split()
 )
-IN_ORDER = frozenset("take put masked_scatter".split())
 
 
-def check_rows_stay_apart(gm: fx.GraphModule, batch: Batch) -> None:
+def check_rows_stay_apart(gm: fx.GraphModule, batch: Batch) -> frozenset[fx.Node]:
     """Raise ModelError, with the model's line, at the first operator that mixes rows.
 
-    What makes a value without rows of its own, a reduction, is left to the pass.
+    What makes a value without rows of its own, a reduction, is left to the pass, but for those
+    that are returned: sizes of groups that a microbatch has to count among its own rows.
     """
     rows = _Rows(batch)
-    for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            rows.check_input(node)
-        elif node.op in ("call_function", "call_method"):
-            rows.check(node)
-        elif node.op == "get_attr":
-            check_inner_graph(getattr(gm, str(node.target), None), rows)
-
-
-def check_inner_graph(inner: Any, rows: _Rows) -> None:
-    """The body of a checkpoint or another operator that takes a graph."""
-    if not isinstance(inner, fx.GraphModule):
-        return
-    for node in inner.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        rows.check(node)
-        if is_tensor(node) and any(map(rows.batch.is_batched, node.all_input_nodes)):
-            if not rows.batch.is_batched(node):
-                raise ModelError(
-                    f"a reduction over the batch inside of a checkpoint or another nested graph, "
-                    f"at {where(node)}, cannot be split; move it out, or {ADVICE}"
-                )
+    rows.check_graph(gm)
+    return frozenset(rows.routing.counts)
 
 
 class _Rows:
     def __init__(self, batch: Batch) -> None:
         self.batch = batch
-        self.positions: set[fx.Node] = set()
-        # How many elements further the same element of the next row lies, in a value's own order.
-        self.steps: dict[fx.Node, sympy.Expr | None] = {}
+        self.layout = Layout(batch)
+        self.routing = Routing(batch, self.layout)
+        # What numbers the rows, and how many there are.
+        self.positions: dict[fx.Node, sympy.Expr] = {}
+
+    def check_graph(self, gm: fx.GraphModule) -> None:
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                self.check_input(node)
+            elif node.op in ("call_function", "call_method"):
+                self.check_inner_graphs(gm, node)
+                self.check(node)
+            elif node.op == "output":
+                self.routing.check_output(node)
+
+    def check_inner_graphs(self, gm: fx.GraphModule, call: fx.Node) -> None:
+        """The bodies of a checkpoint or another operator that takes graphs, the first one first."""
+        given = [source for source in call.args if isinstance(source, fx.Node)]
+        graphs = {n: getattr(gm, str(n.target), None) for n in given if n.op == "get_attr"}
+        bodies = [inner for inner in graphs.values() if isinstance(inner, fx.GraphModule)]
+        values = [n for n in given if not isinstance(graphs.get(n), fx.GraphModule)]
+        for inner in bodies:
+            inputs = inner.graph.find_nodes(op="placeholder")
+            same = inner is bodies[0] and len(values) == len(inputs)
+            for i, node in enumerate(inputs):
+                self.layout.enter(node, values[i] if same else None)
+            for node in inner.graph.nodes:
+                if node.op in ("call_function", "call_method"):
+                    self.check_inner_graphs(inner, node)
+                    adds = name_of(call) == "autograd_function_apply" and inner is not bodies[0]
+                    self.check_inside(node, adds)
+            self.routing.check_output(inner.graph.output_node())
+            self.layout.results.setdefault(call, results_of(inner))
+
+    def check_inside(self, node: fx.Node, adds: bool) -> None:
+        """`adds`: what has no rows is a gradient, which is added up over the microbatches."""
+        self.check(node)
+        if adds and name_of(node) in SUMS and self.ends_as_a_sum(node):
+            return
+        if is_tensor(node) and any(map(self.batch.is_batched, node.all_input_nodes)):
+            if not self.batch.is_batched(node):
+                raise ModelError(
+                    f"a reduction over the batch inside of a checkpoint or another nested graph, "
+                    f"at {where(node)}, cannot be split; move it out, or {ADVICE}"
+                )
+
+    def ends_as_a_sum(self, node: fx.Node) -> bool:
+        """Whether a sum over rows only changes its shape until it is returned."""
+        return all(
+            user.op == "output"
+            or name_of(user) in KEEPS_SUMS
+            and len(user.all_input_nodes) == 1
+            and self.ends_as_a_sum(user)
+            for user in node.users
+        )
 
     def check_input(self, node: fx.Node) -> None:
         entry = self.batch.inputs[node]
@@ -117,14 +133,17 @@ class _Rows:
                 f"expected one, by default the first; {INSTEAD}, or name another with "
                 f"options={{'batch_dims': {{{entry.path!r}: {found[-1]}}}}}"
             )
-        self.follow_rows(node)
+        self.layout.enter(node, None)
 
     def check(self, node: fx.Node) -> None:
         if not is_tensor(node) and name_of(node) != "setitem":
             return
         for value in values_of(node):
             self.check_shape(node, [expression(size) for size in value.shape])
+        if self.routing.check(node):
+            return
         name = name_of(node)
+        self.check_known(node, name)
         self.check_along(node, name)
         if name in BROADCAST_LOSSES:
             self.check_broadcast(node)
@@ -132,8 +151,10 @@ class _Rows:
             self.check_index(node)
         elif name in INDEXED or name in IN_ORDER:
             self.check_indexed(node, name)
+        elif name in CUTS:
+            self.check_cut(node)
         self.check_positions(node, name)
-        self.follow_rows(node)
+        self.layout.follow(node)
 
     def mixes(self, node: fx.Node, what: str) -> ModelError:
         return ModelError(
@@ -147,15 +168,25 @@ class _Rows:
                 f"a value compares every row of the batch with every other, at {where(node)}, so "
                 f"the batch cannot be split; {ADVICE}"
             )
-        if held and not self.is_times_batch(held[0]):
+        if held and not is_count(held[0] / self.batch.symbol, self.batch.symbol):
             raise ModelError(
                 f"a value has {held[0]} rows where the batch has {self.batch.symbol}, at "
                 f"{where(node)}, so it is no sum of the microbatches' rows; {INSTEAD}"
             )
 
-    def is_times_batch(self, size: sympy.Expr) -> bool:
-        times = sympy.cancel(size / self.batch.symbol)
-        return is_count(times) and not self.batch.holds_batch(times)
+    def check_known(self, node: fx.Node, name: str) -> None:
+        """Rows come from rows, by operators that are known to keep them apart."""
+        if not self.batch.is_batched(node):
+            return
+        tensors = [source for source in node.all_input_nodes if is_tensor(source)]
+        if not any(map(self.batch.is_batched, tensors)):
+            if tensors and name not in SPREADS and not takes_graph(node):
+                raise self.position_as_number(node)
+        elif not is_known(node):
+            raise ModelError(
+                f"{name}, at {where(node)}, is not known to keep the rows of the batch apart; "
+                f"write it with other operators, use one microbatch, or {ADVICE}"
+            )
 
     def check_along(self, node: fx.Node, name: str) -> None:
         source = operand(node)
@@ -180,45 +211,14 @@ class _Rows:
                 f"every other, at {where(node)}; give both the same shape"
             )
 
-    # Reshapes.
-
-    def follow_rows(self, node: fx.Node) -> None:
-        """Note how far apart rows lie, and that a reshape leaves each row in one piece."""
-        dims = self.batch.dims(node)
-        if not dims or len(values_of(node)) > 1:
-            return
-        sizes = self.batch.sizes(node)
-        inside = sympy.prod(sizes[dims[0] + 1 :])
-        times = sizes[dims[0]] / self.batch.symbol  # the batch's dimension holds so much besides
+    def check_cut(self, node: fx.Node) -> None:
+        """Pieces along the batch's dimension consist of whole batches."""
         source = operand(node)
-        if name_of(node) in RESHAPES:
-            step = self.steps.get(source)
-            if step is None:
-                return
-            within = step / inside
-            if not (is_count(within) and is_count(times / within)):
-                raise ModelError(
-                    f"{name_of(node)} mixes the rows of the batch, at {where(node)}; keep the "
-                    f"batch as a dimension of its own, or next to the one that it is joined with"
-                )
-            self.steps[node] = step
-        elif sympy.simplify(times - 1) == 0:
-            self.steps[node] = inside
-        else:
-            within = self.rows_within(node, sizes[dims[0]])
-            self.steps[node] = None if within is None else within * inside
-
-    def rows_within(self, node: fx.Node, size: sympy.Expr) -> sympy.Expr | None:
-        """What is joined with the batch on its inner side; None where it is not known."""
-        if name_of(node) == "repeat_interleave":
-            return None
-        for source in node.all_input_nodes:
-            step, dims = self.steps.get(source), self.batch.dims(source)
-            if step is not None and len(values_of(source)) == 1:
-                sizes = self.batch.sizes(source)
-                if sizes[dims[0]] == size or name_of(node) in ("cat", "concat", "repeat", "tile"):
-                    return step / sympy.prod(sizes[dims[0] + 1 :])
-        return None
+        before, after = self.layout.size(source), self.layout.size(node)
+        if before is not None and before != after:
+            pieces = [self.batch.of_value(value) for value in values_of(node)]
+            if not all(size is not None and self.layout.is_whole(source, size) for size in pieces):
+                raise self.mixes(node, name_of(node))
 
     # Indices.
 
@@ -226,23 +226,21 @@ class _Rows:
         source, index, *written = node.args
         if not isinstance(source.meta.get("example_value"), torch.Tensor):
             return
-        if self.positions.intersection(n for n in written if isinstance(n, fx.Node)):
+        if any(value in self.positions for value in written if isinstance(value, fx.Node)):
             raise self.position_as_number(node)
         held = self.batch.dims(source)
         for dim, count, item in places_of(index, values_of(source)[0].dim()):
             covers = any(dim <= d < dim + count for d in held)
             if isinstance(item, fx.Node) and is_tensor(item):
-                self.check_index_tensor(node, item, covers)
+                self.check_index_tensor(node, item, self.batch.sizes(source)[dim], covers)
             elif covers and not self.takes_whole_rows(node, item):
                 raise self.mixes(node, "an index or slice")
-        if self.batch.is_batched(node) and not any(
-            self.batch.is_batched(n) for n in node.all_input_nodes
-        ):
-            raise self.position_as_number(node)
 
-    def check_index_tensor(self, node: fx.Node, item: fx.Node, covers: bool) -> None:
+    def check_index_tensor(
+        self, node: fx.Node, item: fx.Node, size: sympy.Expr, covers: bool
+    ) -> None:
         is_mask = values_of(item)[0].dtype == torch.bool
-        if covers and not is_mask and item not in self.positions:
+        if covers and not is_mask and self.positions.get(item) != size:
             raise self.mixes(node, "an index tensor")
         if not covers and item in self.positions:
             raise self.position_as_number(node)
@@ -251,15 +249,11 @@ class _Rows:
         """Whether a slice is of whole batches. A row's number may pick from arguments alone."""
         if isinstance(item, slice):
             bounds = [bound for bound in (item.start, item.stop) if bound not in (None, 0)]
-            whole = all(self.is_times_batch(self.as_expression(bound)) for bound in bounds)
+            source, writes = node.args[0], name_of(node) == "setitem"
+            whole = all(self.layout.is_whole(source, size_of(bound), writes) for bound in bounds)
             return whole and item.step in (None, 1)
         read_only = name_of(node) == "getitem" and not any(map(is_in_place, node.users))
         return read_only and node in self.batch.fixed
-
-    def as_expression(self, bound: Any) -> sympy.Expr:
-        if isinstance(bound, fx.Node):
-            bound = bound.meta.get("example_value")
-        return expression(bound)
 
     def check_indexed(self, node: fx.Node, name: str) -> None:
         source = operand(node)
@@ -270,7 +264,11 @@ class _Rows:
         every = name in IN_ORDER or not isinstance(dim, int)
         if set(self.batch.dims(source)) & set(range(rank) if every else [dim % max(rank, 1)]):
             raise self.mixes(node, name)
-        if self.positions.intersection(node.all_input_nodes):
+        others = [n for n in node.all_input_nodes if n is not source and is_tensor(n)]
+        if any(other in self.positions for other in others):
+            raise self.position_as_number(node)
+        picked = {self.layout.size(other) for other in others} - {None}
+        if picked - {self.layout.size(source)} and name not in ("index_select", "narrow"):
             raise self.position_as_number(node)
 
     # The number of a row in its batch.
@@ -280,13 +278,14 @@ class _Rows:
         if name in POSITIONS and self.batch.is_batched(node):
             if not counts_from_zero(node):
                 raise self.position_as_number(node)
-            self.positions.add(node)
-        if not self.positions.intersection(node.all_input_nodes):
+            self.positions[node] = self.batch.sizes(node)[0]
+        if not any(source in self.positions for source in node.all_input_nodes):
             return
-        if operand(node) in self.positions and (
+        source = operand(node)
+        if source in self.positions and (
             name in KEEPS_POSITIONS or (name == "getitem" and self.batch.is_batched(node))
         ):
-            self.positions.add(node)
+            self.positions[node] = self.positions[source]
         elif name not in ("getitem", "setitem"):
             raise self.position_as_number(node)
 
@@ -297,64 +296,7 @@ class _Rows:
         )
 
 
-def is_count(value: sympy.Expr) -> bool:
-    """Whether an expression is a whole number of at least 1 whatever its symbols are."""
-    value = sympy.cancel(value)
-    return bool(value.is_integer and value.is_positive and value.is_polynomial())
-
-
-def counts_from_zero(node: fx.Node) -> bool:
-    """Whether an arange is 0, 1, 2, ..."""
-    if name_of(node) != "arange":
-        return False
-    if len(node.args) < 2 and "end" not in node.kwargs:
-        return True
-    first = argument(node, 0, "start") or 0
-    step = argument(node, 2, "step")
-    return first == 0 and step in (None, 1)
-
-
-def dims_along(node: fx.Node, name: str, rank: int) -> Iterable[int]:
-    """The dimensions of its first argument along which an operator mixes."""
-    if name in ALONG_DIM:
-        position, default = ALONG_DIM[name]
-        given = argument(node, position, "dim", "dims")
-        if given is None:
-            return range(rank) if default is None else default
-        if name == "flip" and isinstance(given, int):
-            given = node.args[1:] or (given,)
-        given = given if isinstance(given, (tuple, list)) else [given]
-        return [d for d in given if isinstance(d, int)]
-    if name in ALONG_FIXED:
-        return ALONG_FIXED[name] if rank > 1 else range(rank)
-    if name in ("layer_norm", "rms_norm"):
-        return range(-len(argument(node, 1, "normalized_shape") or ()), 0)
-    if name == "group_norm":
-        return range(1, rank)
-    if match := WINDOWED.fullmatch(name):
-        return range(-int(match[2]) - ("pool" not in match[1]), 0)
-    return ()
-
-
-def places_of(index: Any, rank: int) -> list[tuple[int, int, Any]]:
-    """(first dimension, number of dimensions, item) of each item of an index."""
-    items = list(index) if isinstance(index, (tuple, list)) else [index]
-    counts = [consumed(item) for item in items]
-    rest = rank - sum(counts)
-    places, dim = [], 0
-    for item, count in zip(items, counts):
-        if item is Ellipsis:
-            dim += rest
-            continue
-        if count:
-            places.append((dim, count, item))
-        dim += count
-    return places
-
-
-def consumed(item: Any) -> int:
-    """How many dimensions an item of an index takes."""
-    if item is None or item is Ellipsis or isinstance(item, bool):
-        return 0
-    values = values_of(item)
-    return int(values[0].dim()) if values and values[0].dtype == torch.bool else 1
+def size_of(bound: Any) -> sympy.Expr:
+    if isinstance(bound, fx.Node):
+        bound = bound.meta.get("example_value")
+    return expression(bound)

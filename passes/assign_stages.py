@@ -191,7 +191,13 @@ def starts_of_paths(nodes: Sequence[fx.Node], paths: Sequence[str]) -> list[int]
                 f"stages names {path!r}, which is no module that the model calls"
                 + (f"; did you mean {near[0]!r}?" if near else "")
             )
-    starts = [0, *sorted(first[path] for path in paths if first[path] > 0)]
+    for earlier, later in zip(paths, paths[1:]):
+        if first[later] < first[earlier]:
+            raise OptionError(
+                f"stages={list(paths)} names {earlier!r} before {later!r}, which the model calls "
+                f"first; name the stages in the order of the calls"
+            )
+    starts = [0, *(first[path] for path in paths if first[path] > 0)]
     if len(set(starts)) < len(starts):
         raise OptionError(f"stages={list(paths)} begins two stages at the same place; drop one")
     return starts

@@ -57,6 +57,8 @@ def given_or_built(program: Program, microbatches: int) -> Schedule:
             "backward(), in the order of gpipe"
         )
         wanted = "gpipe"
+    if isinstance(wanted, Schedule):
+        check_counts(wanted, program.num_stages, microbatches)
     schedule = resolve(
         wanted,
         stages=program.num_stages,
@@ -71,6 +73,21 @@ def given_or_built(program: Program, microbatches: int) -> Schedule:
     if backward_later:
         check_forwards_first(schedule)
     return schedule
+
+
+def check_counts(schedule: Schedule, num_stages: int, microbatches: int) -> None:
+    """A schedule that the user wrote has to fit the other options."""
+    actions = [action for rank in range(schedule.num_ranks) for action in schedule.actions(rank)]
+    counts = {
+        "microbatches": (1 + max((a.microbatch for a in actions), default=-1), microbatches),
+        "stages": (1 + max((a.stage for a in actions), default=-1), num_stages),
+    }
+    for name, (own, wanted) in counts.items():
+        if own != wanted:
+            raise ScheduleError(
+                f"the schedule {schedule.name!r} has {own} {name}, but the options make {wanted}; "
+                f"set {name}={own}, or write a schedule for {wanted}"
+            )
 
 
 def check_forwards_first(schedule: Schedule) -> None:

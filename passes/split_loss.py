@@ -20,6 +20,7 @@ from fxpipe.passes._batch import (
     is_tensor,
     name_of,
     operand,
+    takes_graph,
     values_of,
 )
 from fxpipe.passes._graph import copy_graph
@@ -115,11 +116,12 @@ class _Splitter:
         self.prologue = Prologue(self.model, self.batch)
         self.parts: dict[fx.Node, Any] = {}
         self.share: fx.Node | None = None
+        self.counted: frozenset[fx.Node] = frozenset()  # what each microbatch counts for itself
 
     def run(self) -> Program:
         self.batch.remove_dead(self.graph)
         if self.word is None:
-            check_rows_stay_apart(self.model, self.batch)
+            self.counted = check_rows_stay_apart(self.model, self.batch)
             self.move_sizes_used_as_numbers()
         end = self.graph.output_node()
         returned = list(end.args[0])
@@ -151,6 +153,8 @@ class _Splitter:
             if node.op not in ("call_function", "call_method") or not is_tensor(node):
                 continue
             if node in self.batch.same_at_first or self.batch.is_constant(node):
+                continue
+            if node in self.counted:
                 continue
             if node in self.batch.varying and not self.batch.is_batched(node):
                 raise ModelError(
@@ -373,7 +377,3 @@ class _Splitter:
             elif entry := self.prologue.input_of(node):
                 found.append(entry)
         return found
-
-
-def takes_graph(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", None) == "higher_order"

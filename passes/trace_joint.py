@@ -9,7 +9,7 @@ import torch
 import torch.fx as fx
 
 from fxpipe.errors import CaptureError, ModelError
-from fxpipe.passes._graph import aten, results_of
+from fxpipe.passes._graph import aten, copy_graph, results_of
 from fxpipe.program import Input, Program, Result, Role
 from fxpipe.torch_private import describe_outputs, describe_placeholder, export_joint, expression
 
@@ -33,17 +33,38 @@ class TraceJoint:
     def __call__(self, program: Program) -> Program:
         try:
             traced = export_joint(
-                program.model, lambda mode: make_fakes(program, mode), program.training
+                with_sizes(program), lambda mode: make_fakes(program, mode), program.training
             )
         except Exception as error:
+            rows = program.microbatch_size
             raise CaptureError(
-                f"torch cannot trace the model with microbatches of {program.microbatch_size} rows "
-                f"({type(error).__name__}: {str(error).strip().splitlines()[0]})"
+                f"torch cannot trace the model with microbatches of {rows} "
+                f"{'row' if rows == 1 else 'rows'} ({type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0]}); run the model on as many rows in plain "
+                f"eager: where that fails too, use fewer microbatches or a larger batch"
             ) from error
         joint, results = rename(program, traced)
         keep_what_backward_reads(joint, results)
         joint.recompile()
         return replace(program, joint=joint, results=tuple(results))
+
+
+def with_sizes(program: Program) -> fx.GraphModule:
+    """The model, its operators given numbers in the place of integer inputs.
+
+    torch would make symbols of them, which not all operators take: `x.pow(n)` has no backward then.
+    """
+    model, _ = copy_graph(program.model)
+    nodes = model.graph.find_nodes(op="placeholder")
+    numbers = {
+        node: int(entry.size.subs(program.sizes))
+        for node, entry in zip(nodes, program.inputs)
+        if entry.role is Role.SIZE
+    }
+    for user in {user for node in numbers for user in node.users if user.op != "output"}:
+        user.args = fx.node.map_arg(user.args, lambda node: numbers.get(node, node))
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda node: numbers.get(node, node))
+    return fx.GraphModule(model, model.graph)
 
 
 def make_fakes(program: Program, mode: Any) -> list[Any]:

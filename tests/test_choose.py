@@ -7,7 +7,7 @@ import random
 import pytest
 
 from fxpipe.checker import check_schedule
-from fxpipe.choose import Choice, choose
+from fxpipe.choose import SECONDS_AND_BYTES, Choice, choose
 from fxpipe.costs import Costs
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.list_scheduler import POLICIES, list_schedule
@@ -94,9 +94,33 @@ def test_choice_says_what_was_considered_and_why_one_won() -> None:
     assert "ranks=3 is odd" in refusal(choice, "chimera")
     assert refusal(choice, "1f1b") == ""
     lines = str(choice).splitlines()
-    assert lines[0].startswith("zb-h1 takes 20.8, bubble 13.5 %; ")
+    assert lines[0].startswith("zb-h1: 20.8 a step, bubble 13.5 %; ")
     assert "  1f1b: 25, bubble 28.0 %, memory 3, slower by 20.2 %" in lines
     assert len(lines) == 1 + len(families())
+
+
+def test_measured_numbers_have_their_units() -> None:
+    costs = Costs(F=1e-3, I=1e-3, W=1e-3, activations=3e5, weights=1e6)
+    choice = choose(2, 4, 2, costs, 2e6, families=["1f1b", "gpipe"], search=False)
+    assert choice.describe(SECONDS_AND_BYTES).splitlines() == [
+        "1f1b: 15 ms a step, bubble 20.0 %; nothing else of 2 considered fits",
+        "  1f1b: 15 ms, bubble 20.0 %, memory 1.6 MB",
+        "  gpipe: refused: needs memory 2.2 MB, more than memory_limit=2 MB",
+    ]
+
+
+def test_a_little_slower_is_less_than_a_tenth_of_a_percent() -> None:
+    # A transfer that gpipe hides and 1f1b does not.
+    choice = choose(4, 8, 4, Costs(transfer=1e-5), families=["1f1b", "gpipe"], search=False)
+    assert choice.considered[1].timeline is not None
+    assert choice.makespan < choice.considered[1].timeline.makespan < choice.makespan * 1.0005
+    assert choice.reason.endswith("slower by less than 0.1 %")
+
+
+def test_names_of_searched_schedules_are_explained() -> None:
+    choice = choose(4, 8, 4, memory_limit=2, families=["gpipe", "1f1b"])
+    assert str(choice).splitlines()[-1].startswith("list(x): made for these times on the placement")
+    assert "refill(x)" not in str(choice)
 
 
 def test_weights_count_where_they_are_given() -> None:

@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("typer")
 
 from fxpipe.cli import run
-from fxpipe.schedules import families
+from fxpipe.schedules import build, families
+from fxpipe.simulator import simulate
 
 # F = B = W = 1, no transfer: flush ratio and peak for 4 ranks, 8 microbatches and for 8 ranks, 32
 # microbatches; weights. Own ratio where it differs is 0.
@@ -102,9 +103,69 @@ def test_pair_time_makes_a_paired_schedule_faster(capsys: pytest.CaptureFixture[
 def test_summary_shows_bubble_memory_and_messages(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["schedule", "zb-h1", "--times", "1,1,1,.1"]) == 0
     shown = capsys.readouterr().out
-    assert "flush bubble   14.89 %   time 4.2 of 28.2   (p - 1)*(F + B - W)" in shown
+    assert "flush bubble   14.89 %   time 4.2 of 28.2\n" in shown
     assert "messages       48" in shown
     assert shown.count("85.11 %") == 4
+
+
+# Arguments, which bubble, its line, and the formula's own number where that is another.
+FORMULAS = [
+    ("1f1b", "flush", "time 9 of 33   (p - 1)*(F + B + W)", None),
+    ("1f1b --times 1,1,1,.1", "flush", "time 10.6 of 34.6", "9"),
+    ("hanayo", "flush", "time 8.5 of 32.5", "4.5"),
+    ("hanayo --times 2,1,1", "flush", "time 6 of 38   (p - 1)*(F + B + W)/v", None),
+    ("hanayo --times 2,1,1 --memory-limit 2", "flush", "time 22 of 54", "6"),
+    ("zb-h1", "flush", "time 3 of 27   (p - 1)*(F + B - W)", None),
+    ("zb-h1 --microbatches 2", "flush", "time 5 of 11", "3"),
+    ("zb-h2", "own", "time 0   (p - 1)*(F + B - 2*W)", None),
+    ("zb-h2 --microbatches 4", "own", "time 3", "0"),
+    ("dualpipe --pair 2", "flush", "time 1 of 22", "2"),
+    ("chimera:f=2 -p 8", "flush", "(p - 2*f)/f*((B + W) + (m/p - 1)*(B + W - F))", None),
+]
+
+
+@pytest.mark.parametrize(("arguments", "which", "line", "value"), FORMULAS)
+def test_a_formula_stands_beside_its_own_number_only(
+    arguments: str, which: str, line: str, value: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["schedule", *arguments.split()]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert next(text for text in shown if text.startswith(f"  {which} bubble")).endswith(line)
+    (elsewhere, *_) = [text for text in shown if text.startswith(f"the {which} bubble")] or [""]
+    assert bool(elsewhere) == (value is not None)
+    assert elsewhere.endswith(f"; that would be {value} here" if value else "")
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_equal_times_have_the_bubble_of_the_formula(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = "2,1,1" if name == "hanayo" else "1,1,1"
+    assert run(["schedule", name, "--times", times]) == 0
+    assert families()[name].flush in capsys.readouterr().out.splitlines()[1]
+
+
+def test_rows_end_without_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["schedule", "hanayo"], ["compare", "--memory-limit", "3"]):
+        assert run(arguments) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line != line.rstrip()] == []
+
+
+def test_what_is_over_the_memory_limit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["compare", "1f1b", "v-half", "hanayo"]
+    assert run([*arguments, "--memory-limit", "3"]) == 0
+    marked = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert marked["schedule"].endswith("limit 3")
+    assert marked["1f1b"].endswith("over the limit")
+    assert "over" not in marked["v-half"] + marked["hanayo"]
+    assert run(arguments) == 0
+    assert "limit" not in capsys.readouterr().out
+    assert run(["schedule", "1f1b", "--memory-limit", "2"]) == 0
+    sentence = "over the limit: --memory-limit is 2, but ranks 0, 1 hold up to 4 activations"
+    assert sentence in capsys.readouterr().out
+    shown = as_json(capsys, "schedule", "1f1b", "--memory-limit", "3")
+    assert (shown["memory_limit"], shown["ranks_over_limit"]) == (3, [0])
 
 
 def test_auto_says_what_it_considered(capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +205,9 @@ def test_families_are_listed_with_formula_memory_and_constraint(
     assert listed["1f1b"]["peak_activations"] == "Min(m, p - r)"
     assert "p even" in listed["chimera"]["constraint"]
     assert run(["schedules"]) == 0
-    assert "(p - 1)*(F + B + W)" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "(p - 1)*(F + B + W)" in shown
+    assert "Formulas are for equal stages, messages without delay and enough micro" in shown
 
 
 def test_comparison_has_the_fastest_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +231,26 @@ def test_picture_is_drawn_and_the_same_each_time(tmp_path: Path) -> None:
     png = tmp_path / "one.png"
     assert run(["schedule", "zb-h1", "--picture", str(png)]) == 0
     assert png.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_legend_speaks_of_numbers_where_some_are_drawn() -> None:
+    pytest.importorskip("matplotlib")
+    from fxpipe.pictures import figure_of
+
+    def notes(ranks: int, microbatches: int) -> list[str]:
+        schedule = build("zb-v", stages=2 * ranks, microbatches=microbatches, ranks=ranks)
+        return [text.get_text() for text in figure_of([("zb-v", simulate(schedule))]).texts]
+
+    assert notes(2, 4) == ["numbers are microbatches; a paler shade is a later chunk of the rank"]
+    assert notes(8, 64) == ["a paler shade is a later chunk of the rank"]
+
+
+def test_without_matplotlib_the_error_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    error = error_of(capsys, "schedule", "1f1b", "--picture", str(tmp_path / "a.svg"))
+    assert "pip install 'fxpipe[viz]', or in a clone pip install -e '.[viz]'" in error
 
 
 @pytest.mark.parametrize(
@@ -202,6 +285,26 @@ def test_a_file_that_deadlocks_is_one_line_too(
     file = tmp_path / "bad.txt"
     file.write_text("0F0 0B0\n1B0 1F0\n")
     assert "deadlock" in error_of(capsys, "schedule", str(file))
+
+
+def test_a_file_that_cannot_be_read_names_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "bad.txt"
+    file.write_text("# by hand\n0F0 0B0\n1F0 1X0\n")
+    error = error_of(capsys, "schedule", str(file))
+    assert "error: bad.txt: line 3 (rank 1): '1X0' is no action" in error
+
+
+def test_a_file_of_directives_is_simulated(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("stages 2\nmicrobatches 2\nplace stage=0 rank=0\nplace stage=1 rank=1\n")
+    shown = as_json(capsys, "schedule", str(file))
+    assert shown["actions"] == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    file.write_text("stages 2\nmicrobatches 2\nplace stage=0\n")
+    assert "mine.txt: line 3, 'place stage=0'" in error_of(capsys, "schedule", str(file))
 
 
 def test_the_command_is_installed() -> None:

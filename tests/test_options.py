@@ -166,6 +166,13 @@ def test_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (options.dump, options.check, options.stop_after) == ("dumps", True, "normalize")
 
 
+def test_a_variable_stands_in_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a script passes it on whose own --dump was not given."""
+    monkeypatch.setenv("FXPIPE_DUMP", "dumps")
+    parsed = Options.parse({"dump": None, "stop_after": None})
+    assert (parsed.dump, parsed.stop_after) == ("dumps", None)
+
+
 def test_options_win_over_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXPIPE_DUMP", "from-environment")
     monkeypatch.setenv("FXPIPE_CHECK", "on")
@@ -183,7 +190,7 @@ def test_empty_variable_counts_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_wrong_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FXPIPE_CHECK", "maybe")
-    with pytest.raises(OptionError, match="FXPIPE_CHECK=maybe is unknown, expected 1 or 0"):
+    with pytest.raises(OptionError, match="FXPIPE_CHECK=maybe is unknown, expected 1, 0 or first"):
         Options.parse({})
 
 

@@ -76,6 +76,17 @@ def test_what_other_ranks_use_is_freed_but_its_shape_stays() -> None:
     assert ownership.free_unowned(model) == 0
 
 
+def test_a_state_that_would_hold_freed_tensors_is_refused() -> None:
+    model, rank = MLP(3, 3, 3), Rank()
+    for name, parameter in model.named_parameters():
+        ownership.record(parameter, rank, name.startswith("layers.1"))
+    assert len(model.state_dict()) == 4
+    ownership.free_unowned(model)
+    with pytest.raises(FxpipeError, match="'layers.0.weight', whose memory .* fxpipe.state_dict"):
+        model.state_dict()
+    assert len(model.state_dict(keep_vars=True)) == 4
+
+
 def test_storage_that_an_owned_tensor_shares_is_kept() -> None:
     model, rank = nn.Module(), Rank()
     whole = torch.ones(6)

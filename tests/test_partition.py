@@ -37,7 +37,7 @@ def test_partition_is_what_brute_force_finds(seed: int) -> None:
         times = stage_times(costs, starts, transfer)
         found.append((max(times), sum(time * time for time in times), starts))
     if not found:
-        with pytest.raises(OptionError, match=f"memory_limit={limit}"):
+        with pytest.raises(OptionError, match=f"within memory_limit: a stage may hold {limit}, "):
             partition(costs, stages, transfer, memory, limit)
     else:
         assert partition(costs, stages, transfer, memory, limit) == min(found)[2]
@@ -87,9 +87,36 @@ def test_a_thousand_items_take_no_time() -> None:
         (([1, 2, 3], 2, [1]), "transfer has 1 values, expected 2"),
         (([1, 2], 2, None, [1, 1]), "memory and memory_limit go together"),
         (([1, 2], 2, None, [1, 1], [1]), "memory_limit has 1 values for stages=2"),
-        (([1, 2], 2, None, [1, 7], 3), "needs 7 and item 1 alone 7"),
+        (([1, 2], 2, None, [1, 7], 3), "part 2 of 2 in their order alone needs 7; raise the limit"),
+        (([1, 2, 3], 2, None, [2, 2, 2], 3), "the most even split needs 4; raise .* 1.34 times"),
     ],
 )
 def test_partition_refuses_with_the_number_found(arguments: tuple, match: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(OptionError, match=match):
         partition(*arguments)
+
+
+def test_a_rank_shares_its_limit_among_its_stages() -> None:
+    costs = memory = [1.0, 1.0, 1.0, 1.0]
+    assert partition(costs, 4, memory=memory, memory_limit=2, ranks=2) == [0, 1, 2, 3]
+    with pytest.raises(OptionError, match="on ranks=2 .*memory_limit=1: a stage may hold 0.5"):
+        partition(costs, 4, memory=memory, memory_limit=1, ranks=2)
+
+
+def test_a_refusal_names_the_module_and_a_limit_that_would_do() -> None:
+    costs, names = [1.0, 2.0, 3.0], ["embedding", "blocks.0", "head"]
+
+    def split(limit: float, memory: list[float]) -> list[int]:
+        return partition(costs, 2, None, memory, limit, ranks=1, names=names)
+
+    with pytest.raises(OptionError) as error:
+        split(8, [4, 7, 2.5])
+    assert str(error.value) == (
+        "no split into stages=2 on ranks=1 keeps every stage within memory_limit=8: a stage may "
+        "hold 4, but 'blocks.0' alone needs 7; raise the limit to at least 19, as more stages do "
+        "not divide it"
+    )
+    assert split(19, [4, 7, 2.5]) == [0, 1]
+    with pytest.raises(OptionError, match="to at least 12, or use more ranks"):
+        split(8, [3, 3, 3])
+    assert split(12, [3, 3, 3]) in ([0, 1], [0, 2])

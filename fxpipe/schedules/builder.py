@@ -104,7 +104,7 @@ def resolve(
             forward_edges=forward_edges,
             **options,
         )
-    schedule = what if isinstance(what, Schedule) else _read(what)
+    schedule = what if isinstance(what, Schedule) else _read(what, forward_edges)
     check_schedule(schedule, stages, microbatches, forward_edges)
     return schedule
 
@@ -130,9 +130,11 @@ def stages_for(what: Schedule | str | Sequence[str] | os.PathLike[str], ranks: i
     return ranks if name in REGISTERED else ranks * find(name).chunks(2 * ranks, ranks)
 
 
-def _read(what: str | Sequence[str] | os.PathLike[str]) -> Schedule:
+def _read(
+    what: str | Sequence[str] | os.PathLike[str], forward_edges: Edges | None = None
+) -> Schedule:
     if isinstance(what, os.PathLike) or (isinstance(what, str) and not is_text(what)):
-        return load(what, check=False)
+        return load(what, check=False, forward_edges=forward_edges)
     return Schedule.parse(what)
 
 

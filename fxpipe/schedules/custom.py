@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fxpipe.checker import check_schedule
 from fxpipe.errors import ScheduleError
-from fxpipe.schedule import Schedule
+from fxpipe.schedule import Schedule, is_directives
 from fxpipe.schedules.family import FAMILIES
 from fxpipe.schedules.torch_csv import from_csv, to_csv
 from fxpipe.text_grid import Edges
@@ -67,18 +67,36 @@ def call_registered(
 def load(
     path: str | os.PathLike[str], *, check: bool = True, forward_edges: Edges | None = None
 ) -> Schedule:
-    """Read a schedule from a file: PyTorch's CSV if its name ends in .csv, else the text form.
+    """Read a schedule from a file: PyTorch's CSV if its name ends in .csv, else text.
 
-    It is checked against a chain of stages, or `forward_edges`, unless `check` is off. Reading
-    runs no code.
+    The text is actions, a line per rank, or directives (fxpipe.directives), which begin with
+    `stages` or another of their words. It is checked against a chain of stages, or
+    `forward_edges`, unless `check` is off; what directives give is checked always. Reading runs
+    no code.
     """
     path = Path(path)
     text = path.read_text(encoding="utf-8")
-    is_csv = path.suffix.lower() == ".csv"
-    schedule = from_csv(text, path.stem) if is_csv else Schedule.parse(text, path.stem)
+    try:
+        schedule = _read(text, path, forward_edges)
+    except ScheduleError as error:
+        raise ScheduleError(f"{path.name}: {error}") from None
     if check:
         check_schedule(schedule, forward_edges=forward_edges)
     return schedule
+
+
+def _read(text: str, path: Path, forward_edges: Edges | None) -> Schedule:
+    if path.suffix.lower() == ".csv":
+        return from_csv(text, path.stem)
+    if not is_directives(text):
+        return Schedule.parse(text, path.stem)
+    from fxpipe import directives  # which builds on this package
+
+    found = directives.parse(text)
+    if forward_edges is not None:
+        # Edges of stages that the directives lack are for the check of their number to find.
+        found.forward_edges = {edge for edge in forward_edges if max(edge) < found.stages}
+    return found.schedule(path.stem)
 
 
 def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:

@@ -19,6 +19,7 @@ REFUSALS = {
     "graph break on rank 1": ["RankError", "CaptureError", "test_refusals.py:"],
     "two losses": ["OptionError", "OptionError", "2 differentiable scalars"],
     "another batch": ["RankError", "RankError", "a batch of the same shape"],
+    "other values": ["RankError", "RankError", "the argument 'y' has other values on rank 1"],
     "no such module": ["OptionError", "OptionError", "did you mean"],
     "another model": ["RankError", "RankError", "different steps"],
     "another schedule": ["RankError", "RankError", "different steps"],

@@ -125,6 +125,7 @@ def failing_calls(rank: int) -> dict[str, Any]:
         ),
         "two losses": lambda: pipelined(seeded(TwoLosses))(x),
         "another batch": lambda: pipelined(seeded(MLP))(x[: 8 - rank], x[: 8 - rank]),
+        "other values": lambda: pipelined(seeded(MLP))(x, x + rank),
         "no such module": lambda: pipelined(seeded(MLP), stages=["layers.7"])(x, x),
         "another model": lambda: pipelined(seeded(lambda: MLP(depth=4 + rank)))(x, x),
         "another schedule": lambda: pipelined(seeded(MLP), schedule="1f1b" if first else "gpipe")(

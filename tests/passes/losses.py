@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -299,16 +299,18 @@ class Formulas(nn.Module):
     weights: Tensor
     table: Tensor
 
-    def __init__(self) -> None:
+    def __init__(
+        self, adds_up: Mapping[str, Formula], refused: Mapping[str, tuple[str, Formula]]
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.formulas = [*adds_up.values(), *(formula for _, formula in refused.values())]
         self.linear = nn.Linear(3, 4, dtype=torch.float64)
         self.register_buffer("weights", torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64))
         self.register_buffer("table", torch.randn(16, 4, dtype=torch.float64))
 
     def forward(self, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        formulas = [*ADDS_UP.values(), *(formula for _, formula in REFUSED.values())]
-        return tuple(formula(self, self.linear(x), *rest) for formula in formulas)
+        return tuple(formula(self, self.linear(x), *rest) for formula in self.formulas)
 
 
 def batch() -> tuple[Tensor, ...]:

@@ -230,6 +230,11 @@ def test_path_of_no_module_is_refused_with_the_nearest(gpt: Program) -> None:
         AssignStages()(with_stages(gpt, ["blocks.7"]))
 
 
+def test_paths_against_the_order_of_the_calls_are_refused(gpt: Program) -> None:
+    with pytest.raises(OptionError, match="names 'blocks.1' before 'blocks.0', which the model"):
+        AssignStages()(with_stages(gpt, ["blocks.1", "blocks.0"]))
+
+
 def test_two_stages_at_one_place_are_refused(gpt: Program) -> None:
     with pytest.raises(OptionError, match="begins two stages at the same place"):
         AssignStages()(with_stages(gpt, ["blocks.1", "blocks.1.norm"]))

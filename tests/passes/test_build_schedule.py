@@ -84,8 +84,12 @@ def test_model_without_a_loss_runs_all_forwards_first() -> None:
 @pytest.mark.parametrize(
     "schedule, message",
     [
-        ("0F0 0B0\n1F0 1B0", "0F1|microbatch 1"),
-        ("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1", "rank"),
+        ("0F0 0B0\n1F0 1B0", "has 1 microbatches, but the options make 2; set microbatches=1"),
+        (
+            "0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1",
+            "has 3 stages, but the options make 2; set stages=3",
+        ),
+        ("0F0 0F1 0B0\n1F0 1F1 1B0 1B1", "0B1"),
         ("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", "deadlock|waits|cannot"),
         ("0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1", "for 1 ranks, but 2 run"),
     ],

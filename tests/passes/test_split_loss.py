@@ -2,78 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-
 import pytest
 import torch
-import torch.fx as fx
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from fxpipe.errors import ModelError
 from fxpipe.passes import SplitLoss
-from fxpipe.passes._batch import Batch
 from fxpipe.program import Join, Program
 from fxpipe.text import format_graph
 from tests.helpers import MLP, Captured, captured, microbatches, mlp_batch, run_graph
 from tests.passes.losses import ADDS_UP, REFUSED, Formulas, batch
+from tests.passes.parts import program_of, whole_and_parts
 
 
 @pytest.fixture(scope="module")
 def formulas() -> Captured:
-    return captured(Formulas(), *batch(), loss=0)
-
-
-@lru_cache(maxsize=1)
-def facts_of(given: Captured) -> Batch:
-    return Batch(given.program(rows=2), given.capture.model.graph)
-
-
-def program_of(given: Captured, name: str) -> Program:
-    """The program of a model whose one output is this formula's."""
-    index = [*ADDS_UP, *REFUSED].index(name)
-    program = given.program(rows=2, microbatches=3)
-    value = program.model.graph.output_node().args[0][index]
-    facts = facts_of(given)
-    alive = facts.with_writers([value, *facts.writers.get(facts.roots[value], ())])
-    graph, environment = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in program.model.graph.nodes:
-        if node.op == "placeholder" or node in alive:
-            environment[node] = graph.node_copy(node, environment.__getitem__)
-    graph.output((environment[value],))
-    output = replace(program.outputs[index], is_loss=program.outputs[index].requires_grad)
-    return replace(program, model=fx.GraphModule(program.model, graph), outputs=(output,))
-
-
-def whole_and_parts(given: Captured, before: Program) -> tuple[list[Tensor], list[Tensor]]:
-    """Loss and gradients of the whole batch, and the sums of three unequal microbatches' parts."""
-    parameters = [value for value in given.values if isinstance(value, nn.Parameter)]
-    names = [node.name for node in before.model.graph.find_nodes(op="placeholder")]
-    (whole,) = run_graph(before.model, dict(zip(names, given.values)))
-    after = SplitLoss()(before)
-    assert after.outputs[0].join is Join.SUM
-    totals = [torch.zeros(()), *(torch.zeros_like(p) for p in parameters)]
-    for values in microbatches(given, after, (2, 2, 1)):
-        (part,) = run_graph(after.model, values)
-        assert part.dtype == whole.dtype
-        gradients = torch.autograd.grad(part, parameters, materialize_grads=True)
-        totals = [total + one for total, one in zip(totals, [part.detach(), *gradients])]
-    gradients = torch.autograd.grad(whole, parameters, materialize_grads=True)
-    return [whole.detach(), *gradients], totals
+    return captured(Formulas(ADDS_UP, REFUSED), *batch(), loss=0)
 
 
 @pytest.mark.parametrize("name", ADDS_UP)
 def test_parts_add_up_to_loss_and_gradients(formulas: Captured, name: str) -> None:
-    whole, parts = whole_and_parts(formulas, program_of(formulas, name))
+    whole, parts = whole_and_parts(formulas, program_of(formulas, [*ADDS_UP, *REFUSED].index(name)))
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_model_is_refused_with_its_line(formulas: Captured, name: str) -> None:
     with pytest.raises(ModelError, match=REFUSED[name][0]) as caught:
-        SplitLoss()(program_of(formulas, name))
+        SplitLoss()(program_of(formulas, [*ADDS_UP, *REFUSED].index(name)))
     assert "losses.py" in str(caught.value)
 
 

@@ -11,6 +11,7 @@ import pytest
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import build, custom, families, load, register, resolve, save
+from fxpipe.text_grid import grid
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +98,29 @@ def test_reading_a_file_runs_nothing(tmp_path: Path) -> None:
     path.write_text("0F0 __import__('pathlib').Path('ran').touch()")
     with pytest.raises(ScheduleError, match="is no action"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("# by hand\n0F0 0B0\n\n1F0 1X0", "line 4 (rank 1): '1X0' is no action"),
+        ("rank 0: 0F0\nrank 2: 1F0", "line 2 (rank 1): 'rank 2: 1F0' is labelled rank 2"),
+        ("0F0,0F1,0B0", "line 1 (rank 0): '0F0,0F1,0B0' has a comma; separate actions by blanks"),
+        (",".join(f"0F{i}" for i in range(99)), "'0F0,0F1,0F2,0F3,0F4,0F5,0F6,0F7,0F8,0...' has"),
+        ("0F0;" * 30, "'0F0;0F0;0F0;0F0;0F0;0F0;0F0;0F0;0F0;0...' is no action"),
+        (grid(build("1f1b", stages=2, microbatches=1)), "line 1 (rank 0): this is a grid"),
+        ("   0  0F0     .\n   1  .       1F0", "paste what print(schedule) shows"),
+        ("   0  .  1F0\n> 1  [0F0|1B0]", "this is a grid"),
+    ],
+)
+def test_text_that_cannot_be_read_is_refused_with_its_line(
+    text: str, sentence: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.parse(text)
+    assert sentence in str(error.value)
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    with pytest.raises(ScheduleError) as of_file:
+        load(path)
+    assert str(of_file.value) == f"mine.txt: {error.value}"

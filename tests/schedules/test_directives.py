@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from expecttest import assert_expected_inline
 
 from fxpipe.directives import Directives, on, parse
 from fxpipe.errors import ScheduleError
-from fxpipe.schedules import build
+from fxpipe.schedule import Schedule
+from fxpipe.schedules import build, load, resolve
 from fxpipe.text_grid import grid
 
 
@@ -161,3 +165,31 @@ def test_sizes_must_be_said() -> None:
         Directives(0, 2)
     with pytest.raises(ScheduleError, match=r"ranks=\[\]; expected at least one rank"):
         Directives(1, 1).replicate(on(), ranks=[])
+
+
+BRANCHES = """
+# two branches
+stages 4
+microbatches 1
+place stage=0,1,3 rank=0
+place stage=2 rank=1
+"""
+
+
+def test_a_file_of_directives_is_loaded_as_any_other(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(BRANCHES)
+    edges = {(0, 1), (0, 2), (1, 3), (2, 3)}
+    assert load(path, forward_edges=edges) == parse(BRANCHES, edges).schedule()
+    assert load(path).name == "mine"
+    sizes: dict[str, Any] = {"stages": 4, "microbatches": 1}
+    assert resolve(path, forward_edges=edges, **sizes) == load(path, forward_edges=edges)
+    with pytest.raises(ScheduleError, match="stage 4"):
+        resolve(path, stages=5, microbatches=1, forward_edges=edges | {(3, 4)})
+
+
+def test_directives_as_text_of_a_schedule_say_how_they_are_read() -> None:
+    with pytest.raises(ScheduleError) as error:
+        Schedule.parse("stages 4\nmicrobatches 8")
+    assert "line 1 (rank 0): 'stages 4' is a directive, expected a rank's act" in str(error.value)
+    assert "fxpipe.directives.parse(text).schedule()" in str(error.value)
