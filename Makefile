@@ -17,10 +17,12 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check format examples bench fuzz compiler clean
+.PHONY: help setup demo test check format examples bench fuzz compiler clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed-dev compiler ## make the environment for all other targets
 
 demo: $(VENV)/.installed compiler ## train a small GPT with two pipeline ranks on this machine
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py

@@ -7,8 +7,6 @@ import importlib
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +14,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.distributed.nursery import NURSERY
 
 ROOT = Path(__file__).parents[2]
 GRACE = 10.0  # seconds in which what a process started must end after it
@@ -65,36 +65,19 @@ def run_to_the_end(
     folder.mkdir(parents=True, exist_ok=True)
     task = (work.__module__, work.__qualname__, world_size, arguments)
     (folder / "task").write_bytes(pickle.dumps(task))
-    processes = [start(folder, rank) for rank in range(world_size)]
+    pids = [NURSERY.start(folder, rank) for rank in range(world_size)]
+    codes: list[int | None] = []
     try:
-        ended = wait_for(lambda: all(map(has_ended, processes)), timeout)
-        ended_each = [ended or has_ended(process) for process in processes]
-        left = [done and outlived(p.pid) for p, done in zip(processes, ended_each)]
+        ended = wait_for(lambda: all(map(NURSERY.has_ended, pids)), timeout)
+        ended_each = [ended or NURSERY.has_ended(pid) for pid in pids]
+        left = [done and outlived(pid) for pid, done in zip(pids, ended_each)]
     finally:
-        for process in processes:
-            # Before the head of the group is waited for: after that its number may be another's.
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    codes = [p.returncode if done else None for p, done in zip(processes, ended_each)]
+        for pid in pids:
+            # Before the head of the group is reaped: after that its number may be another's.
+            os.killpg(pid, signal.SIGKILL)
+            codes.append(NURSERY.reap(pid))
+    codes = [code if done else None for code, done in zip(codes, ended_each)]
     return [outcome(folder, rank, codes[rank], left[rank]) for rank in range(world_size)]
-
-
-def start(folder: Path, rank: int) -> subprocess.Popen[bytes]:
-    """The process of a rank, at the head of a process group of its own."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache{rank}"),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    }
-    with (folder / f"log{rank}").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", __name__, str(folder), str(rank)],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
@@ -105,12 +88,6 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a child has ended; it stays there to be waited for, and so keeps its number."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, process.pid, options) is not None
 
 
 def outlived(group: int) -> bool:
@@ -158,7 +135,3 @@ def main(folder: Path, rank: int) -> int:
     if error is None:
         dist.destroy_process_group()
     return int(error is not None)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))
