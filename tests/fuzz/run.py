@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fxpipe.errors import FxpipeError, ScheduleError
+from fxpipe.errors import FxpipeError, OptionError, ScheduleError
 from fxpipe.schedules import families
 from tests.fuzz.models import RandomModel, make_batch
 
@@ -59,6 +59,9 @@ def fuzz(seed: int) -> Run:
         return Run(seed, what, compare(model, options, sizes, seed))
     except ScheduleError as error:
         return Run(seed, what, f"refused: {str(error).splitlines()[0]}")
+    except OptionError as error:
+        kind = "refused" if "use fewer stages" in str(error) else "failed"
+        return Run(seed, what, f"{kind}: {error}")
     except FxpipeError as error:
         return Run(seed, what, f"failed: {type(error).__name__}: {error}")
     except Exception:
@@ -133,15 +136,16 @@ def run(start: int, seconds: float, jobs: int, limit: int | None = None) -> list
     with get_context("spawn").Pool(jobs, prepare, maxtasksperchild=BLOCKS_OF_A_PROCESS) as pool:
         waiting: deque[Any] = deque()
         blocks = iter(blocks)
-        while True:
+        while not (time.monotonic() > end or any(r.is_fault for r in done[-BLOCK:])):
             while len(waiting) <= jobs and (block := next(blocks, None)) is not None:
                 size = BLOCK if limit is None else min(BLOCK, start + limit - block)
                 waiting.append(pool.apply_async(run_block, (block, size, end)))
             if not waiting:
-                return done
+                break
             done += waiting.popleft().get()
-            if time.monotonic() > end or any(r.is_fault for r in done[-BLOCK:]):
-                return done
+        pool.close()
+        pool.join()
+    return done + [r for late in waiting for r in late.get()]
 
 
 def prepare() -> None:

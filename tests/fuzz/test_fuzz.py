@@ -13,12 +13,12 @@ from tests.fuzz.models import make_batch
 from tests.fuzz.run import Run, fuzz, run
 
 # A part of the seeds starts elsewhere than `make fuzz`, so that both together see more.
-FIRST_SEED, SECONDS = 1_000_000, 60.0
+FIRST_SEED, RUNS, SECONDS = 1_000_000, 100, 60.0
 
 
 @pytest.mark.timeout(240)
 def test_random_models_give_eagers_loss_and_gradients() -> None:
-    done = run(FIRST_SEED, SECONDS, jobs=1)
+    done = run(FIRST_SEED, SECONDS, jobs=1, limit=RUNS)
     faults = [str(r) for r in done if r.is_fault]
     assert not faults, "\n".join(faults)
     kinds = Counter(r.outcome.partition(":")[0] for r in done)
