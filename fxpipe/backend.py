@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.fx as fx
 
-from fxpipe.capture import capture
+from fxpipe.capture import capture, refuse_graph_break
 from fxpipe.errors import CaptureError, FxpipeError, OptionError
 from fxpipe.log import logger
 from fxpipe.lowering.group import agree, compiling, start_group
@@ -46,6 +46,7 @@ def fxpipe(
         with compiling(world_size):
             parsed = Options.parse(options)
             check_ranks(parsed, world_size)
+            refuse_graph_break(gm)  # its sentence is the more precise one
             refuse_piece_of_a_model()
             captured = capture(gm, example_inputs, parsed)
             pipeline = default_pipeline(parsed)
