@@ -9,19 +9,14 @@ from typing import Any
 import torch.distributed as dist
 import torch.fx as fx
 
-from fxpipe.capture import capture, refuse_graph_break
+from fxpipe.capture import capture
 from fxpipe.errors import CaptureError, FxpipeError, OptionError
 from fxpipe.log import logger
 from fxpipe.lowering.group import agree, compiling, start_group
 from fxpipe.lowering.runtime import Step
 from fxpipe.options import Options
 from fxpipe.passes import default_pipeline
-from fxpipe.torch_private import (
-    RestartAnalysis,
-    frame_left_to_python,
-    guard_on_hooks,
-    own_inductor_cache,
-)
+from fxpipe.torch_private import RestartAnalysis, guard_on_hooks, own_inductor_cache
 
 log = logger(__name__)
 
@@ -46,8 +41,6 @@ def fxpipe(
         with compiling(world_size):
             parsed = Options.parse(options)
             check_ranks(parsed, world_size)
-            refuse_graph_break(gm)  # its sentence is the more precise one
-            refuse_piece_of_a_model()
             captured = capture(gm, example_inputs, parsed)
             pipeline = default_pipeline(parsed)
             step = Step(captured, parsed, pipeline, world_size)
@@ -67,17 +60,6 @@ def check_ranks(options: Options, world_size: int) -> None:
     if world_size > 1 and options.ranks not in (None, world_size):
         raise OptionError(
             f"ranks={options.ranks}, but {world_size} processes run; leave the option out"
-        )
-
-
-def refuse_piece_of_a_model() -> None:
-    """A piece would become a pipeline of its own."""
-    frame = frame_left_to_python()
-    if frame is not None:
-        raise CaptureError(
-            f"the model is not one graph: Dynamo left {frame.filename}:{frame.lineno}: "
-            f"{frame.line} to Python, so that a piece of the model alone came here; compile with "
-            f"fullgraph=True to see the reason, and move what breaks the graph out of the model"
         )
 
 

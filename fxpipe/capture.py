@@ -52,7 +52,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     On the first, static trace this does not return: Dynamo is asked to trace again with the batch
     dimension of the call's tensor arguments symbolic. Raises CaptureError for a graph break.
     """
-    refuse_graph_break(gm)
+    refuse_graph_break(gm)  # its sentence is the more precise one
+    refuse_piece_of_a_model()
     placeholders = gm.graph.find_nodes(op="placeholder")
     ask_for_symbolic_batch(placeholders, example_inputs, options)
     tie_sizes(gm, example_inputs)
@@ -91,6 +92,17 @@ def refuse_graph_break(gm: fx.GraphModule) -> None:
         f"the model is not one graph: it breaks at {place} ({first_line}); a pipeline needs the "
         f"whole model in one graph, so move that line out of the model or make it traceable"
     )
+
+
+def refuse_piece_of_a_model() -> None:
+    """A piece would become a pipeline of its own."""
+    frame = torch_private.frame_left_to_python()
+    if frame is not None:
+        raise CaptureError(
+            f"the model is not one graph: Dynamo left {frame.filename}:{frame.lineno}: "
+            f"{frame.line} to Python, so that a piece of the model alone came here; compile with "
+            f"fullgraph=True to see the reason, and move what breaks the graph out of the model"
+        )
 
 
 def ask_for_symbolic_batch(

@@ -13,6 +13,11 @@ import torch
 FLOOR = 1e-3
 SMALLEST = 1e-300
 
+# Why plain eager on the whole batch gives other numbers than a pipeline, by contract.
+REDUCED = "loss_reduction makes the batch's loss of the microbatches'"
+BATCH_NORM = "BatchNorm in training sees one microbatch after another"
+RANDOM = "the model draws random numbers, and eager draws others"
+
 
 @dataclass(frozen=True)
 class Compared:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxpipe.compare import Compared, compare_named
+from fxpipe.compare import BATCH_NORM, RANDOM, REDUCED, Compared, compare_named
 from fxpipe.errors import ModelError, ParityError
 from fxpipe.torch_private import tree_leaves, tree_map
 
@@ -129,11 +129,11 @@ def differs_by_contract(
 ) -> str:
     """Why plain eager on the whole batch gives other numbers, if it does."""
     if options.get("loss_reduction") is not None:
-        return "loss_reduction makes the batch's loss of the microbatches'"
+        return REDUCED
     if any(isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training for m in model.modules()):
-        return "BatchNorm in training sees one microbatch after another"
+        return BATCH_NORM
     if is_random(model, args, kwargs):
-        return "the model draws random numbers, and eager draws others"
+        return RANDOM
     return ""
 
 

@@ -13,6 +13,7 @@ from fxpipe.choose import SECONDS_AND_BYTES, Choice, choose
 from fxpipe.costs import Costs
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.log import logger
+from fxpipe.lowering import group
 from fxpipe.lowering.group import gather_objects
 from fxpipe.lowering.measure import Compile, Times, measure_messages, measure_tasks, size_of
 from fxpipe.memory import bytes_of_limit
@@ -41,7 +42,7 @@ def choose_schedule(
     Each rank measures some of the stages; rank 0 decides and all ranks follow. Where one of them
     fails, all raise.
     """
-    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    world = group.num_ranks()
     if world == 1:
         tasks = measure_tasks(program, compile_graph, range(program.num_stages))
         return decide(program, Times(tasks), num_ranks, options)

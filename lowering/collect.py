@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RankError
-from fxpipe.lowering.group import compiling, gather_objects
-from fxpipe.lowering.transport import MESSAGES, STEPS_IN_FLIGHT, without_frames
+from fxpipe.lowering.group import compiling, gather_objects, num_ranks, this_rank
+from fxpipe.lowering.transport import MESSAGES, STEPS_IN_FLIGHT, start, wait_for
 from fxpipe.lowering.watch import watch
 
 Key = TypeVar("Key", bound=Hashable)
@@ -19,15 +18,6 @@ Value = TypeVar("Value")
 
 CHUNK = 1 << 28  # bytes in a message: each must come within the timeout
 TAG = STEPS_IN_FLIGHT * MESSAGES  # above those of steps, of which one may be under way
-
-
-def num_ranks() -> int:
-    """The ranks that take part. One where no process group was made, or before it is."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def this_rank() -> int:
-    return dist.get_rank() if num_ranks() > 1 else 0
 
 
 def together(label: str, work: Callable[[], Value], limit: float) -> list[Value]:
@@ -126,34 +116,13 @@ def chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 def send(tensor: torch.Tensor, targets: Sequence[int], what: str, limit: float) -> None:
     whole = tensor.detach().to(carrier()).contiguous()
     for chunk in chunks(whole):
-        works = [start(dist.isend, chunk, target) for target in targets]
-        wait_for(works, f"{what} to be sent", limit)
+        works = [start(watch(), dist.isend, chunk, target, TAG) for target in targets]
+        wait_for(watch(), works, f"{what} to be sent", limit)
 
 
 def receive(about: Described, source: int, what: str, limit: float, cpu: bool) -> torch.Tensor:
     whole = torch.empty(about.shape, dtype=about.dtype, device=carrier())
     for chunk in chunks(whole):
-        wait_for([start(dist.irecv, chunk, source)], f"{what} from rank {source}", limit)
+        work = start(watch(), dist.irecv, chunk, source, TAG)
+        wait_for(watch(), [work], f"{what} from rank {source}", limit)
     return whole.to("cpu" if cpu else about.device)
-
-
-def start(function: Any, chunk: torch.Tensor, other: int) -> Any:
-    try:
-        return function(chunk, other, tag=TAG)
-    except RuntimeError as error:
-        raise watch().lost(error) from without_frames(error)
-
-
-def wait_for(works: Sequence[Any], what: str, limit: float) -> None:
-    """Wait for messages; ends with the error of all ranks when another rank fails meanwhile."""
-    watching = watch()
-    # The watch sees either this wait or is seen here: what comes first holds for both.
-    watching.status.wait(what, limit)
-    watching.check()
-    try:
-        for work in works:
-            # The watch gives a wait up before this; it is for a watch that has died.
-            work.wait(timedelta(seconds=limit + 8))
-    except RuntimeError as error:
-        raise watching.lost(error) from without_frames(error)
-    watching.status.message = ""

@@ -7,7 +7,8 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from fxpipe.lowering.collect import num_ranks, together
+from fxpipe.lowering.collect import together
+from fxpipe.lowering.group import num_ranks
 from fxpipe.ownership import is_owned, plain, timeout_of
 from fxpipe.torch_private import found_infs
 

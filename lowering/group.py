@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,15 @@ def start_group() -> int:
     if dist.get_world_size() > 1:
         watch()
     return dist.get_world_size()
+
+
+def num_ranks() -> int:
+    """The ranks that take part. One where no process group was made, or before it is."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def this_rank() -> int:
+    return dist.get_rank() if num_ranks() > 1 else 0
 
 
 def digest(text: str) -> int:
@@ -87,6 +96,12 @@ def gather_objects(label: str, value: Any, limit: float) -> list[Any]:
     return [pickle.loads(data) for data in gather(label, pickle.dumps(value), limit)]
 
 
+def gather_numbers(label: str, numbers: Sequence[int], limit: float) -> list[tuple[int, ...]]:
+    """Every rank's numbers of 64 bits, equally many on each; see `gather`."""
+    packing = struct.Struct(f"<{len(numbers)}q")
+    return [packing.unpack(part) for part in gather(label, packing.pack(*numbers), limit)]
+
+
 def agree(
     text: str, number: int, limit: float, failure: Exception | None = None, seed: int = 0
 ) -> int:
@@ -133,9 +148,7 @@ def compare_parameters(
         return
     rank = dist.get_rank()
     sums = [checksum(t) if rank in ranks else 0 for t, ranks in copies.values()]
-    packing = struct.Struct(f"<{len(sums)}q")
-    parts = gather("the comparison of parameters", packing.pack(*sums), limit)
-    rows = [packing.unpack(part) for part in parts]
+    rows = gather_numbers("the comparison of parameters", sums, limit)
     for index, (path, (_, ranks)) in enumerate(copies.items()):
         by_rank = {r: rows[r][index] for r in sorted(ranks)}
         freed = [r for r, value in by_rank.items() if not value]
@@ -161,9 +174,7 @@ def compare_batch(arguments: Mapping[str, torch.Tensor], limit: float) -> None:
     is nobody's. arguments: path -> this rank's tensor, the same paths on every rank.
     """
     sums = [checksum(tensor) for tensor in arguments.values()]
-    packing = struct.Struct(f"<{len(sums)}q")
-    parts = gather("the comparison of batches", packing.pack(*sums), limit)
-    rows = [packing.unpack(part) for part in parts]
+    rows = gather_numbers("the comparison of batches", sums, limit)
     for index, path in enumerate(arguments):
         other = [rank for rank, row in enumerate(rows) if row[index] != rows[0][index]]
         if other:

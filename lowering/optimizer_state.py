@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from fxpipe.errors import FxpipeError
-from fxpipe.lowering.collect import collect, num_ranks, this_rank
+from fxpipe.lowering.collect import collect
+from fxpipe.lowering.group import num_ranks, this_rank
 from fxpipe.ownership import is_owned, plain, timeout_of
 
 State = dict[str, Any]

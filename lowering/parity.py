@@ -12,7 +12,16 @@ import torch
 import torch.fx as fx
 
 from fxpipe.capture import Capture
-from fxpipe.compare import FLOOR, Compared, compare_named, compared, norm
+from fxpipe.compare import (
+    BATCH_NORM,
+    FLOOR,
+    RANDOM,
+    REDUCED,
+    Compared,
+    compare_named,
+    compared,
+    norm,
+)
 from fxpipe.errors import ParityError
 from fxpipe.log import logger
 from fxpipe.lowering.executor import Executor, Slots
@@ -97,12 +106,12 @@ def refuse_difference(own: Difference | None, world_size: int, timeout: float) -
 def differs_by_contract(plan: Plan) -> str:
     """Why plain eager gives other numbers than microbatches do, if it does."""
     if plan.seeds:
-        return "the model draws random numbers, and eager draws others"
+        return RANDOM
     if plan.program.options.loss_reduction is not None:
-        return "loss_reduction makes the batch's loss of the microbatches'"
+        return REDUCED
     names = (str(node.target) for node in plan.program.joint.graph.nodes)
     if any("batch_norm" in name and "no_training" not in name for name in names):
-        return "BatchNorm in training sees one microbatch after another"
+        return BATCH_NORM
     return ""
 
 

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from fxpipe.errors import FxpipeError
-from fxpipe.lowering.collect import collect, num_ranks, this_rank, together
+from fxpipe.lowering.collect import collect, together
+from fxpipe.lowering.group import num_ranks, this_rank
 from fxpipe.ownership import bytes_of, is_freed, is_held, is_known, is_owned, plain, timeout_of
 
 

@@ -56,8 +56,6 @@ class GroupTransport:
         self.status = watch.status
         self.timeout = timeout
         self.first_tag = self.status.step % STEPS_IN_FLIGHT * MESSAGES
-        # The watch gives a wait up before this; it is for a watch that has died.
-        self.last_resort = timedelta(seconds=timeout + 8)
         self.receiving: dict[str, tuple[list[torch.Tensor], list[Any]]] = {}
         self.sending: list[tuple[str, list[torch.Tensor], list[Any]]] = []
 
@@ -75,10 +73,11 @@ class GroupTransport:
         self, function: Any, tensors: Sequence[torch.Tensor], other: int, message: str
     ) -> list[Any]:
         tag = self.first_tag + self.tags[message]
-        try:
-            return [function(t, other, tag=tag + i) for i, t in enumerate(tensors) if t.numel()]
-        except RuntimeError as error:
-            raise self.watch.lost(error) from without_frames(error)
+        return [
+            start(self.watch, function, t, other, tag + i)
+            for i, t in enumerate(tensors)
+            if t.numel()
+        ]
 
     def ready(self, message: str) -> bool:
         return True
@@ -86,26 +85,37 @@ class GroupTransport:
     def wait(self, message: str) -> tuple[torch.Tensor, ...]:
         source, _, specs = self.messages[message]
         buffers, works = self.receiving.pop(message)
-        self.finish_works(works, f"{message} from rank {source}")
+        wait_for(self.watch, works, f"{message} from rank {source}", self.timeout)
         return tuple(unpack(buffer, spec) for buffer, spec in zip(buffers, specs))
 
     def finish(self) -> None:
         """Wait until all that was sent is out."""
         for message, _, works in self.sending:
-            self.finish_works(works, f"{message} to reach rank {self.messages[message].target}")
+            what = f"{message} to reach rank {self.messages[message].target}"
+            wait_for(self.watch, works, what, self.timeout)
         self.sending.clear()
 
-    def finish_works(self, works: Sequence[Any], what: str) -> None:
-        # The watch sees either this wait or is seen here: what comes first holds for both.
-        self.status.wait(what, self.timeout)
-        if self.watch.failure is not None:
-            raise self.watch.error()
-        try:
-            for work in works:
-                work.wait(self.last_resort)
-        except RuntimeError as error:
-            raise self.watch.lost(error) from without_frames(error)
-        self.status.message = ""
+
+def start(watch: Watch, function: Any, tensor: torch.Tensor, other: int, tag: int) -> Any:
+    """Begin to send or to receive; the error of all ranks where the other one is gone."""
+    try:
+        return function(tensor, other, tag=tag)
+    except RuntimeError as error:
+        raise watch.lost(error) from without_frames(error)
+
+
+def wait_for(watch: Watch, works: Sequence[Any], what: str, limit: float) -> None:
+    """Wait for messages; ends with the error of all ranks when another rank fails meanwhile."""
+    # The watch sees either this wait or is seen here: what comes first holds for both.
+    watch.status.wait(what, limit)
+    watch.check()
+    try:
+        for work in works:
+            # The watch gives a wait up before this; it is for a watch that has died.
+            work.wait(timedelta(seconds=limit + 8))
+    except RuntimeError as error:
+        raise watch.lost(error) from without_frames(error)
+    watch.status.message = ""
 
 
 def without_frames(error: Exception) -> Exception:
