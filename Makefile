@@ -27,11 +27,12 @@ setup: $(VENV)/.installed-dev compiler ## make the environment for all other tar
 demo: $(VENV)/.installed compiler ## train a small GPT with two pipeline ranks on this machine
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
-# Tests of several processes have limits of time: they run one after another.
+# Tests of several processes have limits of time: no more than two files of them run at once.
 test: $(VENV)/.installed-test compiler ## run the tests (PYTEST_ARGS="-k text" picks some)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
 	  --ignore tests/distributed $(PYTEST_ARGS) || test $$? = $(NONE_PICKED)
-	$(BIN)/python -m pytest tests/distributed $(PYTEST_ARGS) || test $$? = $(NONE_PICKED)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/distributed \
+	  $(PYTEST_ARGS) || test $$? = $(NONE_PICKED)
 
 check: $(VENV)/.installed-dev ## lint, format and types
 	$(BIN)/ruff check
