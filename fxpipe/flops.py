@@ -26,6 +26,8 @@ def flops(node: fx.Node) -> int:
         query, key, value = (a.meta["val"] for a in node.args[:3])
         scores = math.prod(query.shape[:-1]) * key.shape[-2]
         return int(2 * scores * (query.shape[-1] + value.shape[-1]))
+    if packet is torch.ops.aten.addmm_:
+        packet = torch.ops.aten.addmm
     if packet not in flop_registry:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))

@@ -28,7 +28,9 @@ from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensorMode
@@ -201,9 +203,43 @@ def structured_trace(name: str, text: Callable[[], str]) -> None:
     )
 
 
+class AddProductsInPlace(CustomGraphPass):  # type: ignore[misc]
+    """
+    new = addmm(acc, a, b);  copy_(acc, new)
+
+    becomes
+
+    addmm_(acc, a, b)
+
+    as the task had it before Inductor took its writes apart, which costs two copies of every
+    weight's gradient. Inductor takes writes back for other operators, in the same place.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        aten = torch.ops.aten
+        for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+            accumulator, new = copy.args[:2]
+            readers = [user for user in accumulator.users if user not in (copy, new)]
+            if new.target is not aten.addmm.default or new.args[0] is not accumulator:
+                continue
+            if len(new.users) > 1 or readers:
+                continue
+            with graph.inserting_before(copy):
+                added = graph.call_function(aten.addmm_.default, new.args, new.kwargs)
+            added.meta.update(copy.meta)
+            copy.replace_all_uses_with(added)
+            graph.erase_node(copy)
+            graph.erase_node(new)
+
+    def uuid(self) -> str:
+        """Part of the key of Inductor's caches: to be changed with what the pass does."""
+        return "fxpipe add products in place, 1"
+
+
 def inductor_compile(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """The function that Inductor makes of an ATen graph without gradients."""
-    with torch.no_grad(), autocast_off():
+    own = inductor_config.post_grad_custom_post_pass or AddProductsInPlace()
+    with torch.no_grad(), autocast_off(), inductor_config.patch(post_grad_custom_post_pass=own):
         compiled: Callable[..., Any] = compile_fx(graph, list(inputs))  # type: ignore[assignment]
         return compiled
 

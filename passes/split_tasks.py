@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxpipe.passes._accumulate import accumulate
 from fxpipe.passes._graph import aten, is_view, results_of
 from fxpipe.program import Edge, Join, Key, Program, Role, Task
 from fxpipe.schedule import Kind
@@ -200,9 +201,12 @@ class _Splitter:
         accumulators = self.accumulators(draft, graph)
         for node in sorted({*draft.nodes, *draft.copied}, key=self.order.__getitem__):
             environment[node] = graph.node_copy(node, environment.__getitem__)
-        for name, node in draft.gradients:
-            added = graph.call_function(aten.add_.Tensor, (accumulators[name], environment[node]))
-            added.meta = {**node.meta, "val": accumulators[name].meta["val"]}
+        made = [environment[node] for _, node in draft.gradients]
+        kept = {environment[node] for node in draft.outputs.values()}
+        kept |= {environment[node] for _, node in draft.writes}
+        kept |= {value for value in made if made.count(value) > 1}
+        for (name, _), value in zip(draft.gradients, made):
+            accumulate(graph, accumulators[name], value, kept)
         for name, node in draft.writes:
             buffer = next(n for n in graph.find_nodes(op="placeholder") if n.name == name)
             written = graph.call_function(aten.copy_.default, (buffer, environment[node]))
