@@ -34,6 +34,9 @@ RANDOM = frozenset(
     "dropout3d alpha_dropout feature_dropout feature_alpha_dropout rrelu gumbel_softmax".split()
 )
 
+# Functions that may write running statistics, which makes them count where their value does not.
+STATEFUL = frozenset("batch_norm instance_norm".split())
+
 
 class Batch:
     """Facts about every value of a model graph, as Dynamo made it.
@@ -155,7 +158,11 @@ class Batch:
 
     def remove_dead(self, graph: fx.Graph) -> None:
         """FX's own removal would drop an in-place operation on what is still read."""
-        kept = (n for n in graph.nodes if n.is_impure() and not is_in_place(n) and not draws(n))
+        kept = (
+            n
+            for n in graph.nodes
+            if (n.is_impure() and not is_in_place(n) and not draws(n)) or name_of(n) in STATEFUL
+        )
         of_inputs = (w for root, ws in self.writers.items() if root.op == "placeholder" for w in ws)
         alive = self.with_writers([*kept, *of_inputs])
         for node in reversed(graph.nodes):

@@ -248,6 +248,33 @@ def test_batch_norm_in_training_is_that_of_the_microbatches_in_turn(schedule: st
     assert int(model.norm1.num_batches_tracked) == 6
 
 
+class Watched(nn.Module):
+    """Norms that watch a value: what they return is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 6), nn.Linear(6, 1)
+        self.watch = nn.BatchNorm1d(6)
+        self.watch_rows = nn.InstanceNorm1d(1, track_running_stats=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x).tanh()
+        self.watch(h)
+        self.watch_rows(h.unsqueeze(1))
+        return self.head(h).square().mean()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_statistics_of_a_norm_whose_value_is_not_used_are_kept(stages: int) -> None:
+    torch.manual_seed(3)
+    model = Watched()
+    twin, x = copy.deepcopy(model), torch.randn(8, 5)
+    pipelined(model, stages=stages, microbatches=1)(x).backward()
+    twin(x).backward()
+    for name, buffer in twin.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+
+
 def test_a_model_without_parameters_still_runs() -> None:
     class Plain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
