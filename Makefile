@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 SECONDS ?= 600
 SEED ?= 0
 
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test check format examples bench fuzz compiler clean
+.PHONY: help setup demo test check format examples bench fuzz compiler gpu-check clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,9 +53,15 @@ examples: $(VENV)/.installed compiler ## run the examples that need one process
 fuzz: $(VENV)/.installed-test ## run random models beside eager (SECONDS=600, SEED=0)
 	$(BIN)/python -m tests.fuzz.run --seconds $(SECONDS) --seed $(SEED) --jobs $$(nproc)
 
-bench: $(VENV)/.installed-test compiler ## run the benchmarks, one after another
-	set -e; for script in $(filter-out benchmarks/cores.py, $(wildcard benchmarks/*.py)); do \
-	  echo "$$script"; $(BIN)/python $$script; done
+bench: $(VENV)/.installed-test compiler ## run the benchmarks (BENCH_ARGS="--preset small")
+	mkdir -p build
+	$(BIN)/python benchmarks/suite.py --preset medium small deep --json build/bench.json \
+	  --picture build/bench.png $(BENCH_ARGS)
+	set -e; for name in host_cost pairs simulated_against_measured simulator; do \
+	  echo "$$name"; $(BIN)/python benchmarks/$$name.py; done
+
+gpu-check: $(VENV)/.installed ## check on a GPU what needs one, in six minutes (gpu-check.json)
+	$(BIN)/python tools/gpu_check.py --json gpu-check.json
 
 clean: ## remove the environment and what the tools leave behind
 	rm -rf $(VENV) .typing .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/train_gpt.py     one rank a process
 python examples/train_gpt.py                          both ranks in this process
+python examples/train_gpt.py --trace traces           where the time of some steps goes, in files
 
 The training loop is `train`, the model `GPT`: neither knows of a pipeline. Everything below them
 compares the result with plain eager PyTorch, and the schedules with each other.
@@ -117,6 +118,16 @@ def first_step(step: nn.Module, model: nn.Module) -> tuple[float, float]:
     return loss.item(), time.perf_counter() - start
 
 
+def trace(step: nn.Module, model: nn.Module, folder: str) -> None:
+    """Record steps that train nothing, and say what the last one was like."""
+    with fxpipe.trace(folder):
+        for _ in range(5):
+            first_step(step, model)
+            model.zero_grad()
+    found = fxpipe.metrics(step, tokens=BATCH * CONTEXT)
+    say(f"  traced a step of {1e3 * found['step_seconds']:.0f} ms into {folder}")
+
+
 def worst_gradient(model: nn.Module, plain: nn.Module) -> float:
     """The largest relative difference of a gradient that some rank holds."""
     expected = {name: p.grad for name, p in plain.named_parameters()}
@@ -180,6 +191,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--lowering", default="inductor", choices=("inductor", "eager"))
+    parser.add_argument("--trace", metavar="DIR", help="record five steps after the first")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -195,6 +207,8 @@ def main() -> int:
     gradients = worst_gradient(model, plain)
     model.zero_grad()
     plain.zero_grad()
+    if arguments.trace:
+        trace(step, model, arguments.trace)
     losses = train(step, model, arguments.steps)
     plain_losses = losses
     if RANK == 0:

@@ -17,8 +17,10 @@ from fxpipe.schedule import Schedule as Schedule
 if TYPE_CHECKING:
     from fxpipe.annotate import stage as stage
     from fxpipe.construction import deferred as deferred
+    from fxpipe.lowering.explain import explain as explain
     from fxpipe.lowering.gradients import agree_on_inf as agree_on_inf
     from fxpipe.lowering.gradients import clip_grad_norm_ as clip_grad_norm_
+    from fxpipe.lowering.metrics import metrics as metrics
     from fxpipe.lowering.optimizer_state import (
         load_optimizer_state_dict as load_optimizer_state_dict,
     )
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from fxpipe.lowering.state import owned_state_dict as owned_state_dict
     from fxpipe.lowering.state import save_safetensors as save_safetensors
     from fxpipe.lowering.state import state_dict as state_dict
+    from fxpipe.lowering.tracing import trace as trace
     from fxpipe.ownership import free_unowned as free_unowned
     from fxpipe.ownership import owned_parameters as owned_parameters
 
@@ -45,6 +48,9 @@ _LAZY = {
     "clip_grad_norm_": "fxpipe.lowering.gradients",
     "agree_on_inf": "fxpipe.lowering.gradients",
     "state_dict": "fxpipe.lowering.state",
+    "trace": "fxpipe.lowering.tracing",
+    "metrics": "fxpipe.lowering.metrics",
+    "explain": "fxpipe.lowering.explain",
     "load_state_dict": "fxpipe.lowering.state",
     "owned_state_dict": "fxpipe.lowering.state",
     "save_safetensors": "fxpipe.lowering.state",

@@ -17,6 +17,7 @@ from fxpipe.lowering.runtime import Step
 from fxpipe.options import Options
 from fxpipe.passes import default_pipeline
 from fxpipe.torch_private import RestartAnalysis, guard_on_hooks, own_inductor_cache
+from fxpipe.unsplit import warn_of_last_trace, warn_of_unsplit_runs
 
 log = logger(__name__)
 
@@ -34,6 +35,7 @@ def fxpipe(
     """
     start = time.perf_counter()
     guard_on_hooks()
+    warn_of_unsplit_runs(fxpipe)
     world_size = start_group()
     if world_size > 1:
         own_inductor_cache(dist.get_rank())
@@ -52,6 +54,7 @@ def fxpipe(
         broken = CaptureError(f"the capture failed: {type(error).__name__}: {error}")
         broken.__cause__ = error
         return failure(broken, world_size)
+    warn_of_last_trace()
     log.debug("captured in %.2f s: %d inputs", time.perf_counter() - start, len(captured.inputs))
     return step
 
@@ -72,3 +75,7 @@ def failure(error: FxpipeError, world_size: int) -> Callable[..., list[Any]]:
         raise error
 
     return fail
+
+
+# torch.compile imports this file when it is given the backend's name: before the first trace.
+warn_of_unsplit_runs(fxpipe)

@@ -13,6 +13,7 @@ import torch
 import torch.fx as fx
 
 from fxpipe import torch_private
+from fxpipe.aliases import Aliases, take_aliases
 from fxpipe.errors import CaptureError, OptionError
 from fxpipe.options import Options
 from fxpipe.program import Input, Join, Output, Program, Role, tensors_of, where
@@ -31,6 +32,7 @@ class Capture:
     batch_symbol: sympy.Symbol | None
     symbols: tuple[sympy.Symbol, ...]
     training: bool
+    aliases: Aliases | None = None  # of outputs that are None in the model
 
     def program(
         self,
@@ -63,14 +65,14 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     inputs = [mark_batch(node, i, batch_symbol, options) for node, i in zip(placeholders, inputs)]
     names = unique_names(inputs)
     inputs = [replace(i, name=name) for i, name in zip(inputs, names)]
+    model, aliases = take_aliases(rename_placeholders(gm, names), inputs)
     training = torch.is_grad_enabled() and any(i.requires_grad for i in inputs)
     # Under inference_mode inside of the model nothing that comes out has a gradient.
     training = training and any(
         tensor.requires_grad
-        for node in gm.graph.output_node().all_input_nodes
+        for node in model.graph.output_node().all_input_nodes
         for tensor in tensors_of(node.meta.get("example_value"))
     )
-    model = rename_placeholders(gm, names)
     symbols = {s for i in inputs if i.size is not None for s in i.size.free_symbols}
     for node in placeholders:
         for tensor in tensors_of(node.meta.get("example_value")):
@@ -78,7 +80,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
                 symbols |= torch_private.expression(size).free_symbols
     outputs = find_outputs(model, batch_symbol, training, options)
     ordered = tuple(sorted(symbols, key=lambda s: s.name))
-    return Capture(model, tuple(inputs), outputs, batch_symbol, ordered, training)
+    return Capture(model, tuple(inputs), outputs, batch_symbol, ordered, training, aliases)
 
 
 def refuse_graph_break(gm: fx.GraphModule) -> None:
@@ -170,11 +172,11 @@ def sizes_that_meet(node: fx.Node) -> list[tuple[Any, Any]]:
     shapes = [shape_of(argument) for argument in node.args]
     if len(shapes) < 2 or shapes[0] is None:
         return []
-    if name == "getitem":
+    if name in ("getitem", "setitem"):
         items = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
         plain = [not (item is None or item is Ellipsis) for item in items]
-        counts = [count_of_rows(item) for item in items]
-        if not all(plain) or len(items) > len(shapes[0]):
+        counts = [count for item in items for count in counts_of_rows(item)]
+        if not all(plain) or len(counts) > len(shapes[0]):
             return []
         return [(size, n) for size, n in zip(shapes[0], counts) if n is not None]
     if name in ("cross_entropy", "nll_loss") and shapes[1] is not None:
@@ -188,6 +190,14 @@ def sizes_that_meet(node: fx.Node) -> list[tuple[Any, Any]]:
 def shape_of(node: Any) -> Sequence[Any] | None:
     value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def counts_of_rows(item: Any) -> Sequence[Any]:
+    """The sizes that the dimensions which an index picks from have; None where it does not say."""
+    value = item.meta.get("example_value") if isinstance(item, fx.Node) else None
+    if isinstance(value, torch.Tensor) and value.dtype == torch.bool:
+        return value.shape
+    return [count_of_rows(item)]
 
 
 def count_of_rows(item: Any) -> Any:

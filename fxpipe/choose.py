@@ -15,6 +15,7 @@ from fxpipe import schedules
 from fxpipe.costs import Costs
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.list_scheduler import POLICIES, Placement, list_schedule
+from fxpipe.progress import each
 from fxpipe.schedule import Schedule
 from fxpipe.simulator import UNIT_COSTS, Timeline, simulate
 
@@ -188,7 +189,7 @@ class _Chooser:
         self.candidates: list[Candidate] = []
 
     def try_families(self, names: Sequence[str]) -> None:
-        for name in names:
+        for name in each("schedules considered", names, len(names)):
             try:
                 schedule = schedules.build(
                     name,
@@ -245,7 +246,8 @@ class _Chooser:
         for candidate in best:
             assert candidate.schedule is not None
             placements.setdefault(tuple(sorted(candidate.schedule.rank_of.items())), candidate)
-        for placement, candidate in list(placements.items())[:_PLACEMENTS]:
+        tried = list(placements.items())[:_PLACEMENTS]
+        for placement, candidate in each("placements searched", tried, len(tried)):
             self._try_list(dict(placement), candidate)
 
     def _try_list(self, placement: Placement, like: Candidate) -> None:

@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 
 from fxpipe.errors import FxpipeError
+from fxpipe.progress import shown_by_command
 
 USAGE_ERROR = 2
 
@@ -22,10 +23,11 @@ def run(arguments: list[str]) -> int:
         return _complain(
             f"needs {' and '.join(missing)}; pip install 'fxpipe[cli]', or -e '.[cli]' in a clone"
         )
-    from fxpipe.commands import app
+    from fxpipe.view_commands import app
 
     try:
-        return int(app(arguments or ["--help"], prog_name="fxpipe", standalone_mode=False) or 0)
+        with shown_by_command():
+            return int(app(arguments or ["--help"], prog_name="fxpipe", standalone_mode=False) or 0)
     except FxpipeError as error:
         return _complain(str(error))
     except OSError as error:

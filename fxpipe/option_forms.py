@@ -45,6 +45,12 @@ def switch(value: Any) -> bool:
     return value
 
 
+def off(value: Any) -> bool:
+    if value is not False:
+        raise Unfit
+    return False
+
+
 def folder(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)):
         raise Unfit
@@ -84,6 +90,37 @@ def mapping(accept: Callable[[Any], Any]) -> Callable[[Any], dict[str, Any]]:
         return {text(key): accept(item) for key, item in value.items()}
 
     return accept_all
+
+
+PLACES = ("before", "after")
+
+
+def insertions(value: Any) -> tuple[tuple[str, str, Callable[[Any], Any]], ...]:
+    """Passes of the user's: ("after", the name of a pass, what is called)."""
+    if not isinstance(value, (list, tuple)):
+        raise Unfit
+    found = []
+    for entry in value:
+        if not isinstance(entry, (list, tuple)) or len(entry) != 3:
+            raise Unfit
+        place, name, called = entry
+        if not callable(called) or isinstance(called, type):
+            raise Unfit
+        found.append((word(*PLACES)(place), text(name), called))
+    return tuple(found)
+
+
+class Shown:
+    """Stands for a function of the user's in the text of an error."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, value: Any) -> Any:
+        return value
+
+    def __repr__(self) -> str:
+        return self.__name__
 
 
 def either(*forms: Callable[[Any], Any]) -> Callable[[Any], Any]:

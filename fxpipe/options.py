@@ -14,13 +14,17 @@ from typing import Any, Literal, NamedTuple
 
 from fxpipe.errors import OptionError
 from fxpipe.option_forms import (
+    PLACES,
+    Shown,
     Unfit,
     either,
     folder,
     index,
+    insertions,
     mapping,
     nothing,
     number,
+    off,
     paths,
     schedule,
     switch,
@@ -30,8 +34,10 @@ from fxpipe.option_forms import (
 )
 from fxpipe.schedule import Schedule
 
-LOWERINGS = ("inductor", "eager")
+LOWERINGS = ("inductor", "eager", "cuda_graph")
+CUDA_GRAPHS = ("step", "task")
 LOSS_REDUCTIONS = ("mean", "sum")
+BATCHNORMS = ("microbatch", "defer")
 LOG_LEVELS = {
     "0": logging.WARNING,
     "1": logging.INFO,
@@ -124,11 +130,21 @@ class Options:
     )
     lowering: str = option(
         word(*LOWERINGS),
-        "one of 'inductor' and 'eager'",
+        "one of 'inductor', 'eager' and 'cuda_graph'",
         "eager",
-        "`'inductor'`: tasks are compiled; `'eager'`: their FX graphs run as they are",
+        "`'inductor'`: tasks are compiled; `'eager'`: their FX graphs run as they are; "
+        "`'cuda_graph'`: `'inductor'` with `cuda_graphs='step'`",
         default="inductor",
         words=LOWERINGS,
+    )
+    cuda_graphs: str | bool = option(
+        either(off, word(*CUDA_GRAPHS)),
+        "one of 'step' and 'task', or False",
+        "step",
+        "capture as CUDA graphs, on a GPU: `'step'`: all that a process runs in a step as one; "
+        "`'task'`: each call of a task as one; False: nothing",
+        default=False,
+        words=CUDA_GRAPHS,
     )
     passes: Mapping[str, bool] = option(
         mapping(switch),
@@ -136,6 +152,14 @@ class Options:
         {"split_weight_grads": False},
         "name of a pass to False: it is left out",
         default={},
+    )
+    extra_passes: tuple[tuple[str, str, Callable[[Any], Any]], ...] = option(
+        insertions,
+        "a list of tuples of 'before' or 'after', the name of a pass, and a function of a program",
+        [("after", "assign_stages", Shown("my_pass"))],
+        "passes of your own: `[('after', 'assign_stages', my_pass)]`; see docs/writing-a-pass.md",
+        default=(),
+        words=PLACES,
     )
     dump: str | None = option(
         folder, "a folder, or None", "dumps", "folder for the text of the program after every pass"
@@ -148,6 +172,13 @@ class Options:
         "beside plain eager and stop where they differ",
         default=False,
         words=("first",),
+    )
+    trace: str | None = option(
+        folder,
+        "a folder, or None",
+        "traces",
+        "folder for a trace, timelines and metrics of the first steps; `fxpipe.trace` records "
+        "others",
     )
     stop_after: str | None = option(
         text,
@@ -175,6 +206,24 @@ class Options:
         {"batch.x": 0},
         "argument name or path such as `batch.x` to the dimension that is split; None: not split",
         default={},
+    )
+    buffers: str | None = option(
+        word("microbatch"),
+        "'microbatch', or None",
+        "microbatch",
+        "`'microbatch'`: buffers that the model itself writes, such as a counter, are written by "
+        "every microbatch; None: a model that does so is refused for more than one microbatch",
+        words=("microbatch",),
+    )
+    batchnorm: str = option(
+        word(*BATCHNORMS),
+        "one of 'microbatch' and 'defer'",
+        "defer",
+        "running statistics of BatchNorm in training, which normalises each microbatch by its own: "
+        "`'microbatch'`: updated by one microbatch after another; `'defer'`: once a step, by mean "
+        "and variance of the whole batch",
+        default="microbatch",
+        words=BATCHNORMS,
     )
     timeout: float = option(
         number,
@@ -216,7 +265,11 @@ class Options:
                     f"option {name!r} is unknown, expected one of {', '.join(about)}; "
                     f"{nearest(name, about) or 'remove it'}"
                 )
-        return Options(**{name: _read(name, value, about[name]) for name, value in values.items()})
+        read = {name: _read(name, value, about[name]) for name, value in values.items()}
+        if read.get("lowering") == "cuda_graph":
+            read["lowering"] = "inductor"
+            read["cuda_graphs"] = read.get("cuda_graphs") or "step"
+        return Options(**read)
 
 
 def _read(name: str, value: Any, about: Mapping[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 
 from fxpipe.compare import BATCH_NORM, RANDOM, REDUCED, Compared, compare_named
 from fxpipe.errors import ModelError, ParityError
+from fxpipe.progress import each
 from fxpipe.torch_private import tree_leaves, tree_map
 
 LEARNING_RATE, MOMENTUM = 1e-2, 0.9
@@ -95,7 +96,8 @@ def train(
 ) -> Trained:
     optimizer = torch.optim.SGD(model.parameters(), LEARNING_RATE, MOMENTUM)
     trained = Trained([], {})
-    for _ in range(steps):
+    how = "plain" if call is model else "pipelined"
+    for _ in each(f"{how} steps", range(steps), steps):
         optimizer.zero_grad()
         loss = loss_of(call(*tree_map(fresh, list(args)), **tree_map(fresh, dict(kwargs))))
         loss.backward()

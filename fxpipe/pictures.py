@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fxpipe import palette
 from fxpipe.errors import OptionError
+from fxpipe.palette import MEANINGS
 from fxpipe.schedule import Action, Kind, Pair, Step, actions_of
 from fxpipe.simulator import Timeline
 
@@ -14,17 +16,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which people with any colour vision tell apart; black text reads on all.
-COLOURS = {Kind.F: "#56B4E9", Kind.I: "#E69F00", Kind.W: "#009E73", Kind.B: "#D55E00"}
-IDLE_COLOUR = "#F2F2F2"
+COLOURS = palette.KINDS
+IDLE_COLOUR = palette.IDLE
+TEXT_COLOUR = palette.TEXT
 LINE_COLOUR = "#FFFFFF"
-TEXT_COLOUR = "#1A1A1A"
-MEANINGS = {
-    Kind.F: "F  forward",
-    Kind.I: "I  input gradient",
-    Kind.W: "W  weight gradient",
-    Kind.B: "B  I and W as one",
-}
 SUFFIXES = (".svg", ".png", ".pdf")
 
 # Inches.

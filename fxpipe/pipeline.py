@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from fxpipe.dump import Dump
 from fxpipe.errors import FxpipeError, OptionError, PassError
@@ -25,11 +25,22 @@ def name_of(pass_: Pass) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
+def shown(pass_: Pass) -> str:
+    """`AssignStages()`, or the name of a function, whose own text holds an address."""
+    text = repr(pass_)
+    return name_of(pass_) if text.startswith("<") else text
+
+
+def is_any(pass_: Pass, passes: Sequence[Pass]) -> bool:
+    return any(pass_ is other for other in passes)
+
+
 @dataclass(frozen=True)
 class Pipeline:
     """Passes in order. Calling it takes a program through all that are switched on.
 
     `optional` names the passes that may be switched off; the others are what makes a pipeline.
+    `extra` names the user's own, after which the program is checked always.
     What comes before the pass BuildSchedule depends on the sizes of a microbatch alone, so callers
     may keep the `front` of a program and try several schedules on it.
     """
@@ -37,6 +48,38 @@ class Pipeline:
     passes: tuple[Pass, ...]
     optional: frozenset[str]
     options: Options
+    extra: frozenset[str] = frozenset()
+
+    @staticmethod
+    def with_extra(passes: Sequence[Pass], optional: frozenset[str], options: Options) -> Pipeline:
+        """The passes with those of `options.extra_passes` in their places; these are optional.
+
+        Several at one place run in the order in which they are given. Raises OptionError for a
+        place that does not exist, and for a pass without a name of its own.
+        """
+        own = [name_of(p) for p in passes]
+        ordered, added = list(passes), list[Pass]()
+        for place, name, pass_ in options.extra_passes:
+            names = [name_of(p) for p in ordered]
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+                raise OptionError(
+                    f"extra_passes puts {shown(pass_)} {place} {name!r}, which is no pass; did you "
+                    f"mean {near!r}?"
+                )
+            if not name_of(pass_).isidentifier() or name_of(pass_) in names:
+                why = "no name" if not name_of(pass_).isidentifier() else "the name of another one"
+                raise OptionError(
+                    f"extra_passes has {shown(pass_)} {place} {name!r}, a pass with {why}; write a "
+                    f"def or a class whose name is not among {', '.join(own)}"
+                )
+            index = names.index(name) + (place == "after")
+            while place == "after" and index < len(ordered) and is_any(ordered[index], added):
+                index += 1
+            ordered.insert(index, pass_)
+            added.append(pass_)
+        extra = frozenset(map(name_of, added))
+        return Pipeline(tuple(ordered), optional | extra, options, extra)
 
     def __post_init__(self) -> None:
         names = [name_of(p) for p in self.passes]
@@ -57,11 +100,10 @@ class Pipeline:
             raise OptionError(f"stop_after={stop!r} is no pass; did you mean {near!r}?")
 
     def __str__(self) -> str:
-        shown = (
-            f"{i:>2} {p!r}{'' if self.is_on(p) else '   (off)'}"
+        return "\n".join(
+            f"{i:>2} {shown(p)}{'' if self.is_on(p) else '   (off)'}"
             for i, p in enumerate(self.passes, 1)
         )
-        return "\n".join(shown)
 
     def is_on(self, pass_: Pass) -> bool:
         return self.options.passes.get(name_of(pass_), True)
@@ -71,14 +113,19 @@ class Pipeline:
 
     def front(self, program: Program) -> Program:
         """The passes that look at the sizes of a microbatch alone: up to the schedule."""
+        passes = tuple((name_of(p), self.is_on(p)) for p in self.passes)
+        program = replace(program, passes=passes)
         dump = Dump(self.options, program)
         dump.clear()
+        dump.passes()
         dump.program(0, "input", program, 0.0)
         return self.run_passes(program, 0, self.split)
 
     def back(self, program: Program) -> Program:
         """The passes from the schedule on."""
-        return self.run_passes(program, self.split, len(self.passes))
+        program = self.run_passes(program, self.split, len(self.passes))
+        Dump(program.options, program).page()
+        return program
 
     @property
     def split(self) -> int:
@@ -93,12 +140,19 @@ class Pipeline:
 
     def run_timed(self, number: int, pass_: Pass, program: Program) -> Program:
         start = time.perf_counter()
-        program = self.run(number, pass_, program)
+        try:
+            program = self.run(number, pass_, program)
+        except Exception:
+            Dump(program.options, program).page()  # what there is up to here
+            raise
         seconds = time.perf_counter() - start
-        log.debug("pass %d/%d %r took %.0f ms", number, len(self.passes), pass_, seconds * 1e3)
+        log.debug(
+            "pass %d/%d %s took %.0f ms", number, len(self.passes), shown(pass_), seconds * 1e3
+        )
         dump = Dump(program.options, program)
-        dump.program(number, name_of(pass_), program, seconds)
+        dump.program(number, name_of(pass_), program, seconds, shown(pass_))
         if name_of(pass_) == self.options.stop_after:
+            dump.page()
             place = f"in {dump.folder}" if dump.folder else "shown where FXPIPE_DUMP names a folder"
             raise PassError(
                 f"stopped after {name_of(pass_)}, as stop_after asks; the program is {place}"
@@ -106,20 +160,26 @@ class Pipeline:
         return program
 
     def run(self, number: int, pass_: Pass, program: Program) -> Program:
-        before = str(program) if self.options.check else None
+        check = self.options.check or name_of(pass_) in self.extra
+        before = str(program) if check else None
         try:
             changed = pass_(program)
         except FxpipeError:
             raise
         except Exception as error:
             raise PassError(
-                f"pass {number}/{len(self.passes)} {pass_!r} failed: "
+                f"pass {number}/{len(self.passes)} {shown(pass_)} failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if self.options.check:
+        if not isinstance(changed, Program):
+            raise PassError(
+                f"{shown(pass_)} returned {type(changed).__name__}, expected a Program; return the "
+                f"one that it was given, or a new one"
+            )
+        if check:
             if str(program) != before:
                 raise PassError(
-                    f"{pass_!r} changed the program that it was given; return a new one"
+                    f"{shown(pass_)} changed the program that it was given; return a new one"
                 )
             verify(changed, name_of(pass_))
         return changed

@@ -35,6 +35,8 @@ class Role(str, Enum):
     SHARE = "share"  # the microbatch's rows / the batch's rows
     SEED = "seed"  # of a random operator: another number each step, for each microbatch
     WHOLE_SEED = "whole seed"  # the same number for all microbatches of a step
+    SNAPSHOT = "snapshot"  # a buffer as the step found it
+    SCRATCH = "scratch"  # zeros at the start of a step, which its tasks write to
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Input:
     """One input of the model graph.
 
     `name` is its name in every graph, `path` the user's: `blocks.0.attn.weight`, `batch.tokens`.
-    `size` is the value of a SIZE as an expression of the trace's symbols.
+    `size` is the value of a SIZE as an expression of the trace's symbols, `source` the name of the
+    buffer that a SNAPSHOT is of.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Input:
     batch_dim: int | None = None
     size: sympy.Expr = None
     requires_grad: bool = False
+    source: str = ""
 
 
 class Join(str, Enum):
@@ -191,6 +195,7 @@ class Program:
     input_gradients: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     reductions: Mapping[str, Reduction] = field(default_factory=dict)
     last_uses: Mapping[Key, tuple[str, ...]] = field(default_factory=dict)
+    passes: tuple[tuple[str, bool], ...] = ()  # all by name, in order, and whether each is on
 
     @property
     def microbatch_size(self) -> int | None:

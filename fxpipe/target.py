@@ -1,4 +1,4 @@
-"""What `fxpipe check` is given as text: `train.py:make`, `stages=2`, `int:8x128:512` -> values."""
+"""What a command is given as text: `train.py:make`, `stages=2`, `int:8x128:512` -> values."""
 
 from __future__ import annotations
 
@@ -88,6 +88,23 @@ def make_input(text: str) -> torch.Tensor:
             f"the input {text!r} cannot be read; write dtype:sizes or int:sizes:below, for "
             f"instance float:8x16 or int:8x128:512"
         ) from error
+
+
+def program_of(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], options: Mapping[str, Any]
+) -> Any:
+    """The finished program of a model's first microbatch, after one step that is not compiled."""
+    from fxpipe.backend import fxpipe as backend
+
+    steps: list[Any] = []
+
+    def noted(gm: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        steps.append(backend(gm, examples, options={"lowering": "eager", **options}))
+        return steps[-1]
+
+    torch.compile(model, backend=noted)(*args, **kwargs)
+    plans = [plan for step in steps for plan in step.plans.values()]
+    return plans[-1].program
 
 
 def read_options(texts: Sequence[str]) -> Mapping[str, Any]:

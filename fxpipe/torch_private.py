@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import sympy
 import torch
@@ -23,13 +23,15 @@ from torch._C import _DisableAutocast
 # Tracing again from inside a backend with the batch marked dynamic: no public way exists. Dynamo
 # restarts at once when this exception is raised; with
 # `torch.compile(dynamic=True)` the batch is symbolic from the start.
-from torch._dynamo import maybe_mark_dynamic
+from torch._dynamo import exc, maybe_mark_dynamic
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging._internal import trace_structured
@@ -43,8 +45,17 @@ from torch.utils._pytree import tree_map as tree_map
 
 # Autocast off for all devices at once; torch.autocast(..., enabled=False) wants each by its name.
 autocast_off = _DisableAutocast
+# Copies tensors into others, on a GPU in few launches.
+copy_all = torch._foreach_copy_
 
 _tracing_again = False
+
+
+class TraceAgain(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
+    """The first lets a backend ask for another trace; the second lets that differ from the first.
+
+    A model that reads `x.shape` before all else has an operator there only when sizes are symbolic.
+    """
 
 
 def trace_again_with_dynamic_dims(dims: Sequence[tuple[torch.Tensor, int]]) -> None:
@@ -61,7 +72,7 @@ def trace_again_with_dynamic_dims(dims: Sequence[tuple[torch.Tensor, int]]) -> N
         return
     for tensor, dim in dims:
         maybe_mark_dynamic(tensor, dim)
-    raise TensorifyScalarRestartAnalysis(restart_reason="fxpipe: symbolic batch dimension")
+    raise TraceAgain(restart_reason="fxpipe: symbolic batch dimension")
 
 
 def guard_on_hooks() -> None:
@@ -90,9 +101,8 @@ def is_call_argument(placeholder: fx.Node) -> bool:
     kind = source.guard_source
     kind = kind() if callable(kind) else kind
     in_module = kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()
-    if in_module or not source_name(placeholder).startswith("L["):
-        return False
-    return not re.search(r"\._(parameters|buffers|modules)\[", source_name(placeholder))
+    in_module |= bool(re.search(r"\._(parameters|buffers|modules)\[", source_name(placeholder)))
+    return source_name(placeholder).startswith("L[") and not in_module
 
 
 def graph_break_reason(gm: fx.GraphModule) -> tuple[str, Any] | None:
@@ -120,7 +130,75 @@ def frame_left_to_python() -> traceback.FrameSummary | None:
     return None
 
 
-def expression(size: int | torch.SymInt) -> sympy.Expr:
+class Traced(NamedTuple):
+    """What Dynamo traces at the moment, and for whom."""
+
+    name: str  # of the module, or of the function
+    place: str  # file:line
+    backend: Any  # the function that was named in torch.compile
+    fullgraph: bool
+    traces: int  # that it has made before, as far as they count for its limit
+    limit: int  # after so many it leaves further ones to Python
+
+
+def now_traced() -> Traced | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "_compile" and code.co_filename.endswith("_dynamo/convert_frame.py"):
+            found = frame.f_locals
+            backend = found["compiler_fn"]
+            for wrapped in ("_torchdynamo_orig_backend", "compiler_fn"):
+                backend = getattr(backend, wrapped, backend)
+            traced = found["code"]
+            given = getattr(found.get("frame"), "f_locals", {})
+            own = given.get("fn", given.get(next(iter(traced.co_varnames), "")))
+            own = getattr(own, "__self__", own)  # torch wraps the forward of modules of its own
+            name = traced.co_name
+            if isinstance(own, torch.nn.Module):
+                name = type(own).__name__
+                traced = getattr(type(own).forward, "__code__", traced)
+            made = found["cache_size"].num_cache_entries_with_same_id_matched_objs
+            place = f"{traced.co_filename}:{traced.co_firstlineno}"
+            limit = torch._dynamo.config.recompile_limit
+            return Traced(name, place, backend, bool(found.get("one_graph")), made, limit)
+        frame = frame.f_back
+    return None
+
+
+def on_frame_left_to_python(told: Callable[[Traced, str], None]) -> None:
+    """Have `told` called, with a reason, where Dynamo gives up on what a compiled call calls.
+
+    The backend is not called then; Dynamo has public callbacks for the end of a compilation, which
+    are not told what it was of. `torch._dynamo.reset()` forgets them.
+    """
+    before: list[tuple[int, int]] = []
+
+    def started(about: Any) -> None:
+        before[:] = [graphs_and_breaks()]
+
+    def ended(about: Any) -> None:
+        error, reasons = sys.exc_info()[1], list(counters["graph_break"])
+        graphs, breaks = graphs_and_breaks()
+        nothing_came = error is None and bool(before) and before[0][0] == graphs
+        if nothing_came and breaks > before[0][1]:
+            error = exc.Unsupported(reasons[-1])
+        traced = now_traced() if isinstance(error, exc.Unsupported) else None
+        if traced is not None and frame_left_to_python() is None:
+            told(traced, next(iter(str(error).strip().splitlines()), "unknown"))
+
+    ended.fxpipe = True  # type: ignore[attr-defined]
+    if not any(hasattr(callback, "fxpipe") for callback in callback_handler.end_callbacks):
+        callback_handler.register_start_callback(started)
+        callback_handler.register_end_callback(ended)
+
+
+def graphs_and_breaks() -> tuple[int, int]:
+    """How many graphs Dynamo has handed to backends, and how many breaks it has counted."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def expression(size: int | torch.SymInt | torch.SymFloat) -> sympy.Expr:
     """A size as a sympy expression, equalities that the trace found put in."""
     if isinstance(size, int):
         return sympy.Integer(size)
@@ -150,15 +228,14 @@ def export_joint(
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(mode)))
         stack.enter_context(torch.set_grad_enabled(training))
-        inputs = tuple(fake_inputs(mode))
-        return aot_export_joint_with_descriptors(stack, gm, inputs).graph_module
+        made = tuple(fake_inputs(mode))
+        return aot_export_joint_with_descriptors(stack, gm, made).graph_module
 
 
 def describe_placeholder(node: fx.Node) -> tuple[Literal["input", "tangent"], int]:
     """("input", its number among the traced inputs) or ("tangent", the output's number)."""
     desc = node.meta["desc"]
-    name = type(desc).__name__
-    if name == "TangentAOTInput":
+    if type(desc).__name__ == "TangentAOTInput":
         return "tangent", _index(desc.output)
     return "input", _index(desc)
 
@@ -203,15 +280,10 @@ def structured_trace(name: str, text: Callable[[], str]) -> None:
     )
 
 
-class AddProductsInPlace(CustomGraphPass):  # type: ignore[misc]
-    """
-    new = addmm(acc, a, b);  copy_(acc, new)
+class AddProductsInPlace(CustomGraphPass):
+    """`new = addmm(acc, a, b); copy_(acc, new)` becomes `addmm_(acc, a, b)`.
 
-    becomes
-
-    addmm_(acc, a, b)
-
-    as the task had it before Inductor took its writes apart, which costs two copies of every
+    So the task had it, before Inductor took its writes apart, which costs two copies of every
     weight's gradient. Inductor takes writes back for other operators, in the same place.
     """
 
@@ -219,29 +291,47 @@ class AddProductsInPlace(CustomGraphPass):  # type: ignore[misc]
         aten = torch.ops.aten
         for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
             accumulator, new = copy.args[:2]
-            readers = [user for user in accumulator.users if user not in (copy, new)]
-            if new.target is not aten.addmm.default or new.args[0] is not accumulator:
-                continue
-            if len(new.users) > 1 or readers:
-                continue
-            with graph.inserting_before(copy):
-                added = graph.call_function(aten.addmm_.default, new.args, new.kwargs)
-            added.meta.update(copy.meta)
-            copy.replace_all_uses_with(added)
-            graph.erase_node(copy)
-            graph.erase_node(new)
+            is_sum = new.target is aten.addmm.default and new.args[0] is accumulator
+            if is_sum and len(new.users) == 1 and set(accumulator.users) == {copy, new}:
+                with graph.inserting_before(copy):
+                    added = graph.call_function(aten.addmm_.default, new.args, new.kwargs)
+                added.meta.update(copy.meta)
+                copy.replace_all_uses_with(added)
+                graph.erase_node(copy)
+                graph.erase_node(new)
 
     def uuid(self) -> str:
         """Part of the key of Inductor's caches: to be changed with what the pass does."""
-        return "fxpipe add products in place, 1"
+        return "fxpipe add products in place, 2"
 
 
 def inductor_compile(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The function that Inductor makes of an ATen graph without gradients."""
-    own = inductor_config.post_grad_custom_post_pass or AddProductsInPlace()
+    """The function that Inductor makes of a graph; meta["output_code"] names its file of code."""
+    known, made = len(PyCodeCache.modules), list[Any]()
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        made.append(compile_fx_inner(*args, **kwargs))
+        return made[-1]
+
+    # C++ wrappers call this operator of all in a slow way.
+    own = inductor_config.post_grad_custom_post_pass
+    own = own if own or inductor_config.cpp_wrapper else AddProductsInPlace()
     with torch.no_grad(), autocast_off(), inductor_config.patch(post_grad_custom_post_pass=own):
-        compiled: Callable[..., Any] = compile_fx(graph, list(inputs))  # type: ignore[assignment]
-        return compiled
+        compiled: Any = compile_fx(graph, list(inputs), inner_compile=inner)
+    graph.meta["output_code"] = next((m.__file__ for m in PyCodeCache.modules[known:][::-1]), None)
+
+    def run(*args: Any) -> Any:
+        """Sizes and strides are asserted by the first call: a task's never change."""
+        results = compiled(*args)
+        while made:
+            code = getattr(made.pop().current_callable, "__globals__", {})
+            code |= {name: unchecked for name, unchecked in ASSERTIONS.items() if name in code}
+        return results
+
+    return run
+
+
+ASSERTIONS = {name: lambda *_: None for name in ("assert_size_stride", "assert_alignment")}
 
 
 def own_inductor_cache(rank: int) -> None:

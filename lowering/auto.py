@@ -15,12 +15,13 @@ from fxpipe.errors import FxpipeError, RankError
 from fxpipe.log import logger
 from fxpipe.lowering import group
 from fxpipe.lowering.group import gather_objects
-from fxpipe.lowering.measure import Compile, Times, measure_messages, measure_tasks, size_of
+from fxpipe.lowering.measure import Compile, Times, measure_messages, measure_tasks
 from fxpipe.memory import bytes_of_limit
 from fxpipe.options import Options
-from fxpipe.program import Key, Program, Role
+from fxpipe.program import Key, Program
 from fxpipe.schedule import Action, Kind, Schedule
 from fxpipe.schedules.family import BIDIRECTIONAL, BIDIRECTIONAL_V
+from fxpipe.sizes import kept, left_for_w, size_of, trained_by, weights_of
 
 log = logger(__name__)
 # What adding up gradients in one process takes, per byte that is read.
@@ -148,39 +149,6 @@ def costs_of(program: Program, times: Times) -> Costs:
         # A sum over replicas sends the gradients, or within a process reads and adds them.
         reduce=[times.message + size * per_byte for size in gradients],
     )
-
-
-def kept(program: Program, stage: int) -> set[str]:
-    """The values that a stage holds between its forward and its backward."""
-    forward = program.tasks.get(Key(stage, Kind.F))
-    received = {n for e, names in program.edges.items() if e.target == stage for n in names}
-    held = received | set(forward.outputs if forward else ())
-    read = {
-        name
-        for key, task in program.tasks.items()
-        if key.stage == stage and key.kind is not Kind.F
-        for name in task.inputs
-    }
-    values = {node.name: node for node in program.joint.graph.nodes}
-    return {name for name in held & read if not values[name].meta.get("backward")}
-
-
-def left_for_w(program: Program, stage: int) -> set[str]:
-    task = program.tasks.get(Key(stage, Kind.W))
-    return kept(program, stage) & set(task.inputs if task else ())
-
-
-def weights_of(program: Program, stage: int) -> set[str]:
-    """The parameters that a stage reads."""
-    tasks = [task for key, task in program.tasks.items() if key.stage == stage]
-    read = {name for task in tasks for name in task.inputs}
-    return {i.name for i in program.inputs if i.role is Role.PARAMETER and i.name in read}
-
-
-def trained_by(program: Program, stage: int) -> set[str]:
-    """The parameters whose gradients a stage adds up."""
-    tasks = [task for key, task in program.tasks.items() if key.stage == stage]
-    return {name for task in tasks for name in task.accumulates}
 
 
 def is_tensor(value: Any) -> bool:

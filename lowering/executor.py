@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from operator import getitem, itemgetter
 from typing import Any, NamedTuple
@@ -12,10 +10,10 @@ import torch.fx as fx
 
 from fxpipe.errors import FxpipeError, RankError
 from fxpipe.lowering import instructions
+from fxpipe.lowering.blame import line_of, task_call
 from fxpipe.lowering.instructions import Transport
 from fxpipe.lowering.rank_program import RankProgram
 from fxpipe.lowering.status import about
-from fxpipe.program import where
 
 Slots = list[Any]
 
@@ -51,17 +49,21 @@ class Executor:
         self.results = self.reader(program.graph.graph.output_node().args[0])
 
     def run(
-        self, transport: Transport, values: Sequence[Any]
+        self,
+        transport: Transport,
+        values: Sequence[Any],
+        recorded: Sequence[Instruction] | None = None,
     ) -> Generator[Paused | str, tuple[Any, ...] | None, tuple[Any, ...]]:
         """Execute a step; returns the program's results.
 
+        `recorded` takes the place of the instructions: the same ones, which also note the time.
         Yields the name of a message that has not come yet (go on when it may have), or Paused.
         """
         slots = self.template.copy()
         slots[: len(values) + 1] = transport, *values
         status = transport.status
         try:
-            for run, status.action, awaits in self.instructions:
+            for run, status.action, awaits in recorded or self.instructions:
                 if awaits is not None:
                     while not transport.ready(awaits):
                         yield awaits
@@ -77,25 +79,26 @@ class Executor:
         except (FxpipeError, GeneratorExit):
             raise
         except Exception as error:
+            line = self.line_of(error, status.action, self.arguments(status.action, slots))
             raise RankError(
-                f"rank {self.program.rank} failed in {about(status.action)}"
-                f"{self.line_of(error, status.action)}: {type(error).__name__}: {error}"
+                f"rank {self.program.rank} failed in {about(status.action)}{line}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return self.results(slots)
 
-    def line_of(self, error: Exception, action: str) -> str:
-        """` at m.py:7: x = self.table(ids)` where a task runs as an FX graph; or nothing."""
-        frames = traceback.extract_tb(error.__traceback__)
-        # The generated code of a graph: `name = call(...);  unused = None`.
-        lines = [f.line for f in frames if f.filename.startswith("<eval_with_key>") and f.line]
-        name = re.match(r"\w+", lines[-1]) if lines else None
-        for call in self.program.graph.graph.find_nodes(op="call_module") if name else ():
-            if str(call.meta.get("action")) == action:
-                task = self.program.graph.get_submodule(call.target).graph
-                for node in task.nodes:
-                    if name and node.name == name[0] and node.meta.get("stack_trace"):
-                        return f" at {where(node)}"
-        return ""
+    def line_of(self, error: Exception, action: str, arguments: Sequence[Any] | None = None) -> str:
+        """` at m.py:7: x = self.table(ids)`, or nothing; see fxpipe.lowering.blame.
+
+        `arguments` are those of the call, where they are still there.
+        """
+        call = task_call(self.program, action)
+        return "" if call is None else line_of(error, self.program, call, arguments)
+
+    def arguments(self, action: str, slots: Slots) -> list[Any]:
+        """What the call of a task was given; empty for other calls."""
+        call = task_call(self.program, action)
+        given = call.args if call is not None else ()
+        return [slots[self.number[a]] if isinstance(a, fx.Node) else a for a in given]
 
     def observe(self, seen: Callable[[str, Slots], None]) -> None:
         """Have `seen` called with the name of every call and the slots as the call left them."""

@@ -6,13 +6,14 @@ import contextlib
 import hashlib
 import pickle
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fxpipe.errors import RankError
+from fxpipe.lowering.mailboxes import machine_and_processes
 from fxpipe.lowering.watch import watch
 
 CHUNK = 1 << 20
@@ -100,6 +101,25 @@ def gather_numbers(label: str, numbers: Sequence[int], limit: float) -> list[tup
     """Every rank's numbers of 64 bits, equally many on each; see `gather`."""
     packing = struct.Struct(f"<{len(numbers)}q")
     return [packing.unpack(part) for part in gather(label, packing.pack(*numbers), limit)]
+
+
+def open_mailboxes(senders: Iterable[int], limit: float) -> None:
+    """Let ranks that send to this one do so through memory, where both are on one machine.
+
+    Every rank calls this at the same place, with its own `senders`.
+    """
+    watching = watch()
+    here, boxes = machine_and_processes(), watching.mailboxes
+    offers = gather_objects("mailboxes", (here, boxes.offer(senders) if here else {}), limit)
+    own = {
+        rank: addresses[watching.rank]
+        for rank, (place, addresses) in enumerate(offers)
+        if place == here and watching.rank in addresses
+    }
+    answers = gather_objects("answers to mailboxes", boxes.accept(own), limit)
+    for rank in offers[watching.rank][1]:
+        if watching.rank not in answers[rank]:
+            del boxes.inboxes[rank]
 
 
 def agree(

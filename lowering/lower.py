@@ -11,7 +11,8 @@ import torch
 import torch.fx as fx
 
 from fxpipe.lowering import instructions
-from fxpipe.lowering.rank_program import Message, RankProgram, Slot, Spec
+from fxpipe.lowering.packing import Spec
+from fxpipe.lowering.rank_program import Message, RankProgram, Slot
 from fxpipe.lowering.results import Results
 from fxpipe.messages import send_of, with_messages, without_messages
 from fxpipe.program import Edge, Key, Program, Role

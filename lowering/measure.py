@@ -13,10 +13,17 @@ import torch
 import torch.distributed as dist
 import torch.fx as fx
 
-from fxpipe.flops import bytes_of
+from fxpipe.lowering.group import open_mailboxes
+from fxpipe.lowering.packing import Spec
+from fxpipe.lowering.rank_program import Message, RankProgram
+from fxpipe.lowering.transport import GroupTransport
+from fxpipe.lowering.watch import watch
 from fxpipe.program import Key, Program, Task
+from fxpipe.progress import each
+from fxpipe.sizes import size_of
 
 REPEATS = 5
+MEASURED = {"there": 0, "back": 1}  # a message -> the rank that sends it
 # What pushes the values of a step out of the caches of a core.
 BYTES_OF_CACHES = 2**23
 
@@ -56,10 +63,10 @@ def measure_tasks(
     """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(devices), torch.no_grad():
+        wanted = [(key, task) for key, task in program.tasks.items() if key.stage in stages]
         timed = {
             key: _Timed(compile_graph(task.graph), inputs_of(task), [])
-            for key, task in program.tasks.items()
-            if key.stage in stages
+            for key, task in each("tasks compiled to be measured", wanted, len(wanted))
         }
         for _ in range(REPEATS + 1):
             kept = []
@@ -98,39 +105,42 @@ def measure_messages(program: Program) -> tuple[float, float, float]:
     if not largest:
         return 0.0, 0.0, 0.0
     device = next(iter(program.joint.graph.find_nodes(op="placeholder"))).meta["val"].device
-    (small, _), (large, handling) = (there_and_back(size, device) for size in (1, largest))
+    rank, limit = dist.get_rank(), program.options.timeout
+    open_mailboxes({1 - rank} if rank < 2 else (), limit)
+    small, _ = there_and_back(1, device, limit)
+    large, handling = there_and_back(largest, device, limit)
     per_byte = max(0.0, large - small) / largest
     return max(0.0, large - handling - largest * per_byte), per_byte, handling
 
 
-def there_and_back(size: int, device: torch.device) -> tuple[float, float]:
+def there_and_back(size: int, device: torch.device, limit: float) -> tuple[float, float]:
     """Half of what a message of so many bytes and its answer take, and what of it is handling.
 
     Both are 0 on ranks from 2 on.
     """
-    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-    caches = torch.zeros(BYTES_OF_CACHES, dtype=torch.uint8, device=device)
     rank, ways, handling = dist.get_rank(), list[float](), list[float]()
+    buffers = {name: torch.zeros(size, dtype=torch.uint8, device=device) for name in MEASURED}
+    messages = {
+        name: Message(source, 1 - source, (Spec.of(buffers[name]),))
+        for name, source in MEASURED.items()
+    }
+    nothing = fx.GraphModule({}, fx.Graph())
+    transport = GroupTransport(RankProgram(rank, nothing, (), (), (), messages), watch(), limit)
+    caches = torch.zeros(BYTES_OF_CACHES, dtype=torch.uint8, device=device)
     for _ in range(2 * REPEATS + 1 if rank < 2 else 0):
         caches.add_(1)
-        sync = torch.zeros(1, device=device)
-        for first in (0, 1):
-            (dist.send if first == rank else dist.recv)(sync, 1 - rank)
-        whole: list[float] = []
-        with stopwatch(whole):
-            for sender in (0, 1):
-                with stopwatch(handling):
-                    start: Any = dist.isend if sender == rank else dist.irecv
-                    work = start(buffer, 1 - rank)
-                work.wait()
+        for measured in (False, True):  # the first turn lets both begin at once
+            whole: list[float] = []
+            with stopwatch(whole):
+                for name, source in MEASURED.items():
+                    if source == rank:
+                        with stopwatch(handling if measured else []):
+                            transport.send(name, (buffers[name],))
+                    else:
+                        transport.post(name)
+                        transport.wait(name)
         ways.append(whole[0] / 2)
+        transport.finish()
     if not ways:
         return 0.0, 0.0
-    return statistics.median(ways[1:]), statistics.median(handling[2:])
-
-
-def size_of(program: Program, names: Sequence[str] | set[str]) -> int:
-    """The bytes of values of the joint graph."""
-    wanted = set(names)
-    nodes = program.joint.graph.nodes
-    return sum(bytes_of(node.meta.get("val")) for node in nodes if node.name in wanted)
+    return statistics.median(ways[1:]), statistics.median(handling[1:])

@@ -297,14 +297,22 @@ def first_difference(
     plan: Plan, recorded: Sequence[Recorded], values: Sequence[Mapping[str, Any]]
 ) -> tuple[int, str] | None:
     """The number of the first node that a task gives otherwise than the joint graph, in words."""
-    order = {node.name: (i, node) for i, node in enumerate(plan.program.joint.graph.nodes)}
-    for found in sorted(recorded, key=lambda r: (order[r.name][0], r.action.microbatch)):
+    # Microbatches of different sizes have joint graphs of their own, with names of their own.
+    orders = {
+        id(program): {node.name: (i, node) for i, node in enumerate(program.joint.graph.nodes)}
+        for program in plan.programs
+    }
+
+    def place(found: Recorded) -> tuple[int, fx.Node]:
+        return orders[id(plan.programs[found.action.microbatch])][found.name]
+
+    for found in sorted(recorded, key=lambda r: (place(r)[0], r.action.microbatch)):
         theirs = values[found.action.microbatch][found.name]
         peers = [r.value for r in recorded if r.action == found.action and is_real(r.value)]
         floor = FLOOR * max(map(norm, peers), default=0.0)
         row = compared(found.name, found.value, theirs, floor)
         if not row.agrees:
-            number, node = order[found.name]
+            number, node = place(found)
             return number, (
                 f"{about(str(found.action))} gives {found.name} with an error of {row.error:.1e} "
                 f"(limit {row.limit:.1e}) beside the joint graph run unsplit: {where(node)}"

@@ -7,25 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 import torch.fx as fx
 
 from fxpipe.lowering import instructions
-
-
-class Spec(NamedTuple):
-    """What the receiver must know of a tensor before it comes."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @staticmethod
-    def of(value: torch.Tensor) -> Spec:
-        return Spec(
-            tuple(map(int, value.shape)), tuple(map(int, value.stride())), value.dtype, value.device
-        )
+from fxpipe.lowering.mailboxes import LARGEST, Layout
+from fxpipe.lowering.packing import Spec, layout_of
 
 
 class Message(NamedTuple):
@@ -68,6 +54,16 @@ class RankProgram:
             tags[name] = following.get((source, target), 0)
             following[source, target] = tags[name] + len(specs)
         return tags
+
+    @cached_property
+    def layouts(self) -> Mapping[str, Layout]:
+        """How messages lie in memory that two processes share; only of those that fit into it."""
+        on_cpu = {
+            name: layout_of(message.specs)
+            for name, message in self.messages.items()
+            if all(spec.device.type == "cpu" for spec in message.specs)
+        }
+        return {name: layout for name, layout in on_cpu.items() if layout.size <= LARGEST}
 
     def __str__(self) -> str:
         code = self.graph.code.strip().replace(f"{instructions.__name__.replace('.', '_')}_", "")

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxpipe.lowering import instructions
-from fxpipe.lowering.rank_program import Message, Spec
+from fxpipe.lowering.packing import Spec
+from fxpipe.lowering.rank_program import Message
 from fxpipe.program import Join, Output
 
 if TYPE_CHECKING:

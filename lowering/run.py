@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fxpipe.errors import ModelError, RankError
-from fxpipe.lowering.executor import Executor, Paused
+from fxpipe.lowering.executor import Executor, Instruction, Paused
 from fxpipe.lowering.rank_program import RankProgram, Slot
+from fxpipe.lowering.replay import Replay
+from fxpipe.lowering.static import StaticProgram
 from fxpipe.lowering.transport import GroupTransport, LocalTransport
 from fxpipe.lowering.watch import watch
 from fxpipe.program import Input, Join, Program, Role
@@ -20,6 +23,14 @@ from fxpipe.random import draw_seed, seeds_of_step
 from fxpipe.torch_private import autocast_off
 
 Boxes = dict[str, tuple[torch.Tensor, ...]]
+
+
+class Metered(NamedTuple):
+    """What is known of a step that has run, on this process, without recording it."""
+
+    ended: float  # time.perf_counter()
+    seconds: float  # without those between a pause and the backward
+    waited: float | None  # seconds of them in waits for messages; None where ranks share a thread
 
 
 @dataclass
@@ -33,7 +44,10 @@ class Plan:
     digest: int
     shares: tuple[torch.Tensor, ...]
     timeout: float | None  # seconds; None where all ranks are in this process
+    replay: Replay | None = None  # of all ranks of this process, in place of the executors
     compared: bool = False  # whether ranks have compared the parameters that they share
+    metered: Metered | None = None  # the last step that has run to its end
+    recorded: Any = None  # of the same step, where it was: fxpipe.lowering.recording.Recorded
 
     @cached_property
     def inputs(self) -> Mapping[str, tuple[int, Input]]:
@@ -48,6 +62,21 @@ class Plan:
         nodes = {n.name: n for n in self.program.joint.graph.find_nodes(op="placeholder")}
         return {name: (i, nodes[name].meta["val"].device) for i, name in enumerate(names)}
 
+    @cached_property
+    def scratch(self) -> Mapping[str, torch.Tensor]:
+        """name of an input that is zeros at the start of a step -> the fake tensor like it."""
+        nodes = {n.name: n for n in self.program.joint.graph.find_nodes(op="placeholder")}
+        return {
+            entry.name: nodes[entry.name].meta["val"]
+            for entry in self.program.inputs
+            if entry.role is Role.SCRATCH
+        }
+
+    @cached_property
+    def computes_in_float16(self) -> bool:
+        values = (node.meta.get("val") for node in self.program.joint.graph.nodes)
+        return any(getattr(value, "dtype", None) is torch.float16 for value in values)
+
     def draw_seed(self) -> int:
         """The seed of the next step; a model without random operators draws none."""
         return draw_seed() if self.seeds else 0
@@ -56,6 +85,13 @@ class Plan:
     def program(self) -> Program:
         """The program of the first microbatch; the others differ in sizes alone."""
         return self.programs[0]
+
+    @property
+    def runners(self) -> Sequence[Executor | Replay]:
+        """What runs a step: one for each rank of this process, or one for all of them."""
+        if self.replay is not None and self.replay.is_current(self.executors):
+            return (self.replay,)
+        return self.executors
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -68,11 +104,34 @@ def watched(plan: Plan) -> AbstractContextManager[None]:
     return nullcontext() if plan.timeout is None else watch().step()
 
 
+class Recording(Protocol):
+    """One step that is recorded: see fxpipe.lowering.recording."""
+
+    def instructions(self, index: int) -> Sequence[Instruction]:
+        """What the executor of this number runs in place of its own."""
+
+    def begin(self) -> None:
+        """The first call is about to run."""
+
+    def called(self) -> None:
+        """All calls have run; what was sent may still be under way."""
+
+    def end(self) -> None:
+        """The step is over."""
+
+    def tell(self) -> None:
+        """The step was over some time ago, and the ranks may now talk about it."""
+
+
 class Run:
     """One execution of a plan: started by the call, finished by it or by `backward`."""
 
-    def __init__(self, plan: Plan, inputs: Sequence[Any], seed: int) -> None:
+    def __init__(
+        self, plan: Plan, inputs: Sequence[Any], seed: int, recording: Recording | None = None
+    ) -> None:
         self.plan = plan
+        self.recording = recording
+        self.seconds = 0.0
         self.inputs = inputs
         self.prologue = prologue_values(plan.program, inputs)
         self.seeds = seed_values(plan, seed)
@@ -80,18 +139,26 @@ class Run:
         self.boxes: Boxes = {}
         self.gradients: dict[str, torch.Tensor] = {}
         self.done: set[int] = set()
+        self.runners = plan.runners if recording is None else plan.executors
         self.ranks = [
-            executor.run(self.transport_for(executor.program), self.values(executor.program))
-            for executor in plan.executors
+            runner.run(
+                self.transport_for(runner.program),
+                self.values(runner.program),
+                recording.instructions(i) if recording is not None else None,
+            )
+            for i, runner in enumerate(self.runners)
         ]
 
-    def transport_for(self, program: RankProgram) -> LocalTransport | GroupTransport:
+    def transport_for(
+        self, program: RankProgram | StaticProgram
+    ) -> LocalTransport | GroupTransport:
         if self.plan.timeout is None:
             return LocalTransport(self.boxes)
+        assert isinstance(program, RankProgram)  # ranks of several processes run one by one
         self.transport = GroupTransport(program, watch(), self.plan.timeout)
         return self.transport
 
-    def values(self, program: RankProgram) -> list[Any]:
+    def values(self, program: RankProgram | StaticProgram) -> list[Any]:
         return [self.value(slot) for slot in program.slots]
 
     def value(self, slot: Slot) -> Any:
@@ -102,6 +169,11 @@ class Run:
             place, device = self.plan.seeds[slot.name]
             row = 0 if slot.microbatch is None else 1 + slot.microbatch
             return self.seeds[device][row][place]
+        if entry.role is Role.SCRATCH:
+            like = self.plan.scratch[slot.name]
+            return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        if entry.role is Role.SNAPSHOT:
+            return self.inputs[self.plan.inputs[entry.source][0]].clone()
         if slot.microbatch is None:
             return self.inputs[number]
         if entry.role is Role.SHARE:
@@ -112,6 +184,10 @@ class Run:
 
     def start(self) -> tuple[Any, ...]:
         """Run to the end, or to the pause before the backward; the outputs."""
+        if self.transport is not None:
+            self.transport.status.waited = 0.0
+        if self.recording is not None:
+            self.recording.begin()
         outputs = self.advance(None)
         self.inputs = ()
         return outputs
@@ -120,9 +196,12 @@ class Run:
         """The backward, given the gradients of the outputs."""
         with watched(self.plan):
             self.advance(self.split_gradients(gradients))
+        if self.recording is not None:
+            self.recording.tell()
 
     def advance(self, given: tuple[torch.Tensor, ...] | None) -> tuple[Any, ...]:
         """Every rank in turn until each is done or paused. Ranks that wait let others go on."""
+        start = time.perf_counter()
         outputs: dict[int, tuple[Any, ...]] = {}
         active = [i for i in range(len(self.ranks)) if i not in self.done]
         waits: dict[int, str | None] = {}
@@ -136,9 +215,22 @@ class Run:
             active = [i for i in active if waits[i] is not None]
             if active and waits == before:
                 raise RankError(f"no rank can go on: they wait for {[waits[i] for i in active]}")
+        self.close(start)
+        return outputs.get(0, ())
+
+    def close(self, start: float) -> None:
+        """No rank can go on: they are done, or paused. `start`: when they began to."""
+        if self.recording is not None:
+            self.recording.called()
         if self.transport is not None:
             self.transport.finish()
-        return outputs.get(0, ())
+        now = time.perf_counter()
+        self.seconds += now - start
+        if len(self.done) == len(self.ranks):
+            waited = None if self.transport is None else self.transport.status.waited
+            self.plan.metered, self.plan.recorded = Metered(now, self.seconds, waited), None
+            if self.recording is not None:
+                self.recording.end()
 
     def advance_rank(self, i: int, given: tuple[Any, ...] | None) -> str | tuple[Any, ...]:
         """The message that a rank waits for, or its outputs where it is done or paused."""
@@ -147,7 +239,7 @@ class Run:
             with autocast_off():
                 state = self.ranks[i].send(given)
         except StopIteration as stop:
-            program = self.plan.executors[i].program
+            program = self.runners[i].program
             count = len(program.outputs)
             self.done.add(i)
             for name, gradient in zip(program.gradients, stop.value[count:]):
@@ -174,8 +266,10 @@ class PipelinedStep(torch.autograd.Function):
     """The step as one node of autograd: `loss.backward()` hands out the finished gradients."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, seed: int, *inputs: Any) -> tuple[Any, ...]:
-        ctx.run = Run(plan, inputs, seed)
+    def forward(
+        ctx: Any, plan: Plan, seed: int, recording: Recording | None, *inputs: Any
+    ) -> tuple[Any, ...]:
+        ctx.run = Run(plan, inputs, seed, recording)
         ctx.plan = plan
         ctx.count = len(inputs)
         outputs: tuple[Any, ...] = ctx.run.start()
@@ -204,9 +298,21 @@ class PipelinedStep(torch.autograd.Function):
             gradients = run.gradients
         else:
             by = output_gradients[plan.outputs.index(plan.program.loss)]
+            refuse_late_scale(plan, by)
             gradients = scaled(run.gradients, by)
         names = [entry.name for entry in plan.program.inputs[: ctx.count]]
-        return (None, None, *(gradients.get(name) for name in names))
+        return (None, None, None, *(gradients.get(name) for name in names))
+
+
+def refuse_late_scale(plan: Plan, by: torch.Tensor) -> None:
+    """A loss scale is there to keep gradients in float16 from vanishing: here it comes too late."""
+    if not plan.computes_in_float16 or by.item() <= 1.0:
+        return
+    raise ModelError(
+        f"the loss is scaled by {by.item():g} before backward(), but the model computes in float16 "
+        f"and its backward has run by then, unscaled: small gradients are lost; use bfloat16, or "
+        f"return the logits and compute the loss outside of the compiled model"
+    )
 
 
 def scaled(gradients: Mapping[str, torch.Tensor], by: torch.Tensor) -> Mapping[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +19,26 @@ from fxpipe.dump import Dump
 from fxpipe.errors import FxpipeError, ModelError, RankError
 from fxpipe.log import logger
 from fxpipe.lowering.auto import choose_schedule, probe_schedule
+from fxpipe.lowering.captured import Budget, replay_of
+from fxpipe.lowering.compiled_line import compiled_line, counted
 from fxpipe.lowering.decisions import Decisions, decisions_for, holders_of, with_trained
 from fxpipe.lowering.executor import Executor
-from fxpipe.lowering.group import agree, compare_batch, compare_parameters, compiling, digest
+from fxpipe.lowering.group import (
+    agree,
+    compare_batch,
+    compare_parameters,
+    compiling,
+    digest,
+    open_mailboxes,
+)
 from fxpipe.lowering.lower import lower
+from fxpipe.lowering.memory_plan import memory_text
+from fxpipe.lowering.metrics import register
 from fxpipe.lowering.parity import find_difference, refuse_difference
+from fxpipe.lowering.rank_program import RankProgram
 from fxpipe.lowering.run import PipelinedStep, Plan, Run, prologue_values, watched
 from fxpipe.lowering.tasks import TaskCompiler
+from fxpipe.lowering.tracing import FirstSteps, begin_recording
 from fxpipe.options import Options
 from fxpipe.pipeline import Pipeline
 from fxpipe.program import Join, Program, Role
@@ -47,6 +61,7 @@ class Step:
         self.world_size = world_size
         self.num_ranks = world_size if world_size > 1 else options.ranks
         self.compile = TaskCompiler(options.lowering)
+        self.budget = Budget()
         self.fronts: dict[Any, Program] = {}
         self.programs: dict[Any, Program] = {}
         self.plans: dict[Any, Plan] = {}
@@ -54,6 +69,7 @@ class Step:
         self.schedule: Schedule | None = None
         self.node_places: dict[str, tuple[int, ...]] = {}
         self.checked = False
+        self.first_steps = FirstSteps(options.trace) if options.trace is not None else None
         self.bindings = bind_symbols(capture)
         self.numbers = {entry.name: i for i, entry in enumerate(capture.inputs)}
 
@@ -61,12 +77,15 @@ class Step:
         plan, seed = self.plan_together(inputs)
         if self.options.check == "first" and not self.checked:
             self.check_first(plan, inputs, seed)
+        recording = begin_recording(plan, self.first_steps)
         with watched(plan):
             if self.capture.training:
-                tensors = PipelinedStep.apply(plan, seed, *inputs)
+                tensors = PipelinedStep.apply(plan, seed, recording, *inputs)
             else:
                 with torch.no_grad():
-                    tensors = Run(plan, inputs, seed).start()
+                    tensors = Run(plan, inputs, seed, recording).start()
+        if recording is not None:
+            recording.tell()
         return self.complete(plan, inputs, tensors)
 
     def check_first(self, plan: Plan, inputs: Sequence[Any], seed: int) -> None:
@@ -77,9 +96,11 @@ class Step:
         self.checked = True
 
     def complete(self, plan: Plan, inputs: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        """The model's outputs: those computed, integers, constants, and inputs as they are."""
+        """The model's outputs: those computed, integers, constants, inputs and views of them."""
         program = plan.program
         computed = dict(zip(plan.outputs, tensors))
+        if self.capture.aliases is not None:
+            computed |= self.capture.aliases(inputs)
         symbols = self.symbols(inputs)
         returned = list(self.capture.model.graph.output_node().args[0])
         outputs: list[Any] = []
@@ -121,6 +142,7 @@ class Step:
         if not plan.compared:
             self.compare_parameters(plan.program, inputs)
             self.compare_batch(inputs)
+            open_mailboxes(senders_to(plan.executors[0].program), limit)
             plan.compared = True
         return plan, seed
 
@@ -158,25 +180,11 @@ class Step:
         if key not in self.plans:
             start = time.perf_counter()
             self.plans[key] = self.make_plan(symbols)
-            self.log_compile(self.plans[key], time.perf_counter() - start)
+            if log.isEnabledFor(logging.INFO):
+                seconds = time.perf_counter() - start
+                log.info("%s", compiled_line(self.plans[key], seconds, len(self.plans)))
             self.record_ownership(self.plans[key], inputs)
         return self.plans[key]
-
-    def log_compile(self, plan: Plan, seconds: float) -> None:
-        program, executors = plan.program, plan.executors
-        sent = {name for executor in executors for name in executor.program.messages}
-        log.info(
-            "compiled %d stages on %d ranks, schedule %s, microbatches of %s rows, %d messages a "
-            "step%s, in %.1f s (plan %d of this trace)",
-            program.num_stages,
-            program.schedule.num_ranks,
-            program.schedule.name,
-            " ".join(map(str, plan.rows)),
-            len(sent),
-            " of this rank" if self.world_size > 1 else "",
-            seconds,
-            len(self.plans),
-        )
 
     def find_decisions(self, inputs: Sequence[Any]) -> Decisions:
         given = self.options
@@ -197,19 +205,26 @@ class Step:
         programs = tuple(self.program(symbols, count, len(rows)) for count in rows)
         first = programs[0]
         check_places(programs)
-        listeners = None if self.world_size > 1 else (0,)
         ranks = self.own_ranks(first.schedule.num_ranks)
-        lowered = [lower(programs, rank, self.compile, listeners) for rank in ranks]
+        lowered = self.lower(programs, ranks)
         dump = Dump(self.options, first)
         dump.schedule(lambda: grid(first.schedule))
         for rank_program in lowered:
+            dump.memory(rank_program.rank, partial(memory_text, first, rank_program))
             dump.rank(rank_program.rank, partial(str, rank_program))
         executors = tuple(Executor(r, free=bool(first.last_uses)) for r in lowered)
         text = describe_plan(programs, rows)
         total = sum(rows) or 1
         shares = tuple(torch.tensor(count / total, dtype=torch.float64) for count in rows)
         timeout = self.options.timeout if self.world_size > 1 else None
-        return Plan(programs, rows, executors, text, digest(text), shares, timeout)
+        plan = Plan(programs, rows, executors, text, digest(text), shares, timeout)
+        plan.replay = replay_of(plan, self.options, self.budget)
+        return plan
+
+    def lower(self, programs: Sequence[Program], ranks: Sequence[int]) -> list[RankProgram]:
+        listeners = None if self.world_size > 1 else (0,)
+        with counted(self.compile, programs, ranks) as compile_graph:
+            return [lower(programs, rank, compile_graph, listeners) for rank in ranks]
 
     def own_ranks(self, num_ranks: int) -> Sequence[int]:
         if self.world_size == 1:
@@ -303,6 +318,7 @@ class Step:
         }
         for name, value in state.items():
             ownership.record(value, self, name in used)
+        register(self, state.values())
         first = self.world_size == 1 or torch.distributed.get_rank() == 0
         initialise((state[name] for name in used & state.keys()), state.values(), others=first)
 
@@ -316,6 +332,10 @@ class Step:
             for entry, node in zip(self.capture.inputs, placeholders)
             if node.users and not entry.requires_grad
         }
+
+
+def senders_to(program: RankProgram) -> set[int]:
+    return {m.source for m in program.messages.values() if m.target == program.rank}
 
 
 def check_places(programs: Sequence[Program]) -> None:

@@ -12,7 +12,7 @@ from fxpipe.schedule import Action, Pair, actions_of, parse_step
 class Status:
     """Plain attributes, since the executor writes `action` before every call it makes."""
 
-    __slots__ = ("step", "action", "message", "since", "limit", "compiling")
+    __slots__ = ("step", "action", "message", "since", "limit", "compiling", "waited")
 
     def __init__(self) -> None:
         self.step = 0  # how many were begun
@@ -21,6 +21,7 @@ class Status:
         self.since = 0.0  # when the wait began
         self.limit = 60.0  # seconds after which the wait is given up
         self.compiling = False
+        self.waited = 0.0  # seconds, in this step
 
     def wait(self, message: str, limit: float) -> None:
         """A wait begins; `message = ""` ends it."""

@@ -20,6 +20,7 @@ class TaskCompiler:
     def __init__(self, lowering: str) -> None:
         self.lowering = lowering
         self.compiled: dict[str, Compiled] = {}
+        self.codes: dict[str, str | None] = {}  # the file with the code of each
 
     def __call__(self, graph: fx.GraphModule) -> Compiled:
         if self.lowering == "eager":
@@ -27,6 +28,8 @@ class TaskCompiler:
         structure = structure_of(graph)
         if structure not in self.compiled:
             self.compiled[structure] = self.compile(graph)
+            self.codes[structure] = graph.meta.get("output_code")
+        graph.meta["output_code"] = self.codes[structure]
         return self.compiled[structure]
 
     def compile(self, graph: fx.GraphModule) -> Compiled:

@@ -1,16 +1,17 @@
-"""Two ways for messages to travel: inside one process, and through a process group."""
+"""Ways for messages to travel: inside one process, and between processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fxpipe.lowering.rank_program import RankProgram, Spec
+from fxpipe.lowering.packing import buffer_for, pack, unpack
+from fxpipe.lowering.rank_program import RankProgram
 from fxpipe.lowering.status import Status
 from fxpipe.lowering.watch import Watch
 
@@ -18,6 +19,9 @@ from fxpipe.lowering.watch import Watch
 # steps begun before the first of them has ended.
 MESSAGES = 2**23
 STEPS_IN_FLIGHT = 2**8 - 1
+LOOK = 0.05  # seconds between two looks at whether another rank has failed
+PATIENCE = 8.0  # seconds beyond the limit: the watch gives a wait up before, unless it has died
+RETRY = 0.001  # seconds until what had no place is tried again
 
 
 class LocalTransport:
@@ -41,7 +45,7 @@ class LocalTransport:
 
 
 class GroupTransport:
-    """One rank a process: gloo or NCCL. Receives are posted early, sends do not block.
+    """One rank a process: gloo, NCCL, or memory that two processes share. Sends do not block.
 
     A message's tag is its number among the messages of its pair of ranks, so that messages cannot
     be mistaken for one another whatever order they come in; and it holds the number of the step,
@@ -52,7 +56,11 @@ class GroupTransport:
     def __init__(self, program: RankProgram, watch: Watch, timeout: float) -> None:
         self.messages = program.messages
         self.tags = program.tags
+        self.layouts = program.layouts
         self.watch = watch
+        # As they are now: a plan that is made within this step may open more of them.
+        self.inboxes = dict(watch.mailboxes.inboxes)
+        self.outboxes = dict(watch.mailboxes.outboxes)
         self.status = watch.status
         self.timeout = timeout
         self.first_tag = self.status.step % STEPS_IN_FLIGHT * MESSAGES
@@ -61,11 +69,18 @@ class GroupTransport:
 
     def send(self, message: str, tensors: Sequence[torch.Tensor]) -> None:
         _, target, specs = self.messages[message]
+        if target in self.outboxes and message in self.layouts:
+            tag = self.first_tag + self.tags[message]
+            self.outboxes[target].put(tag, self.layouts[message], tensors)
+            self.flush()
+            return
         packed = [pack(tensor, spec) for tensor, spec in zip(tensors, specs)]
         self.sending.append((message, packed, self.start(dist.isend, packed, target, message)))
 
     def post(self, message: str) -> None:
         source, _, specs = self.messages[message]
+        if source in self.inboxes and message in self.layouts:
+            return
         buffers = [buffer_for(spec) for spec in specs]
         self.receiving[message] = buffers, self.start(dist.irecv, buffers, source, message)
 
@@ -84,9 +99,35 @@ class GroupTransport:
 
     def wait(self, message: str) -> tuple[torch.Tensor, ...]:
         source, _, specs = self.messages[message]
+        if message not in self.receiving:
+            tag, inbox = self.first_tag + self.tags[message], self.inboxes[source]
+            if not inbox.has(tag):
+                what = f"{message} from rank {source}"
+                self.listen(what, lambda: inbox.has(tag), inbox.listen)
+            return inbox.take(tag, self.layouts[message])
         buffers, works = self.receiving.pop(message)
         wait_for(self.watch, works, f"{message} from rank {source}", self.timeout)
         return tuple(unpack(buffer, spec) for buffer, spec in zip(buffers, specs))
+
+    def listen(
+        self, what: str, is_over: Callable[[], bool], pause: Callable[[float], None]
+    ) -> None:  # fmt: skip
+        """Wait until it is over; ends with the error of all ranks when another rank fails."""
+        self.status.wait(what, self.timeout)
+        while not is_over():
+            self.watch.check()
+            if time.monotonic() - self.status.since > self.timeout + PATIENCE:
+                raise self.watch.lost(TimeoutError(f"waited too long for {what}"))
+            pause(LOOK if self.flush() else RETRY)
+        self.status.waited += time.monotonic() - self.status.since
+        self.status.message = ""
+
+    def flush(self) -> bool:
+        """Send what found no place before. Whether all is out."""
+        try:
+            return all([box.flush() for box in self.outboxes.values()])
+        except OSError as error:
+            raise self.watch.lost(error) from without_frames(error)
 
     def finish(self) -> None:
         """Wait until all that was sent is out."""
@@ -94,6 +135,8 @@ class GroupTransport:
             what = f"{message} to reach rank {self.messages[message].target}"
             wait_for(self.watch, works, what, self.timeout)
         self.sending.clear()
+        if not self.flush():
+            self.listen("other ranks to take what was sent", self.flush, time.sleep)
 
 
 def start(watch: Watch, function: Any, tensor: torch.Tensor, other: int, tag: int) -> Any:
@@ -111,36 +154,13 @@ def wait_for(watch: Watch, works: Sequence[Any], what: str, limit: float) -> Non
     watch.check()
     try:
         for work in works:
-            # The watch gives a wait up before this; it is for a watch that has died.
-            work.wait(timedelta(seconds=limit + 8))
+            work.wait(timedelta(seconds=limit + PATIENCE))
     except RuntimeError as error:
         raise watch.lost(error) from without_frames(error)
+    watch.status.waited += time.monotonic() - watch.status.since
     watch.status.message = ""
 
 
 def without_frames(error: Exception) -> Exception:
     """The frames of torch in which it arose would keep the process group alive."""
     return error.with_traceback(None)
-
-
-@cache
-def order_in_memory(spec: Spec) -> list[int]:
-    """The dimensions from the one with the largest stride to the one with the smallest."""
-    dims = range(len(spec.shape))
-    return sorted(dims, key=lambda d: (-spec.stride[d], -spec.shape[d], d))
-
-
-def pack(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The tensor as one contiguous block, in the order in which it lies: mostly no copy."""
-    return tensor.permute(order_in_memory(spec)).contiguous()
-
-
-def buffer_for(spec: Spec) -> torch.Tensor:
-    shape = [spec.shape[d] for d in order_in_memory(spec)]
-    return torch.empty(shape, dtype=spec.dtype, device=spec.device)
-
-
-def unpack(buffer: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """The received block with the strides that the receiver's tasks expect."""
-    order = order_in_memory(spec)
-    return buffer.permute([order.index(d) for d in range(len(order))])

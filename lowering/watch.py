@@ -25,6 +25,7 @@ import torch.distributed as dist
 from fxpipe.errors import RankError
 from fxpipe.log import logger
 from fxpipe.lowering.links import Meeting
+from fxpipe.lowering.mailboxes import Mailboxes
 from fxpipe.lowering.news import News
 from fxpipe.lowering.rounds import Rounds
 from fxpipe.lowering.sentences import ended, in_short, silent, stalled
@@ -58,6 +59,7 @@ class Watch:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.is_gloo = "cpu:gloo" in dist.get_backend_config()
         self.status = Status()
+        self.mailboxes = Mailboxes()
         self.failure: Failure | None = None
         self.story = ""  # the failure, and what every rank was at
         self.told = threading.Event()  # the story is complete

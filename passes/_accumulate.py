@@ -67,7 +67,7 @@ def without_transposes(graph: fx.Graph, value: fx.Node, kept: Set[fx.Node]) -> f
     Autograd makes the gradient of `linear`'s weight so.
     """
     chain = [value]
-    while chain[-1].target is aten.t.default and not kept.intersection(chain):
+    while chain[-1].target is aten.t.default and not kept & set(chain):
         source = chain[-1].args[0]
         if not isinstance(source, fx.Node) or list(source.users) != [chain[-1]]:
             return value

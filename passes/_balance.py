@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from fxpipe.errors import OptionError
 from fxpipe.flops import FLOPS_PER_BYTE_SENT, FLOPS_PER_ELEMENT, bytes_of, cost, elements
 from fxpipe.log import logger
 from fxpipe.memory import bytes_of_limit
+from fxpipe.modules import module_paths
 from fxpipe.partition import equal_split, partition, stage_times
 from fxpipe.passes._graph import getitem_of, is_view
 from fxpipe.program import Balance, Program, Role
@@ -26,18 +26,6 @@ class Piece(NamedTuple):
     path: str  # of the module that begins there
     start: int  # its first node
     cost: int
-
-
-def module_paths(node: fx.Node) -> list[str]:
-    """The paths of the modules that a node is inside of, outermost first, without the model."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = []
-    for path, _ in stack.values():
-        keys = re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", re.sub(r"^[LG]\['?\w+'?\]", "", path))
-        inner = [a or b for a, b in keys if (a or b) not in ("_modules", "__closure__")]
-        if inner:
-            paths.append(".".join(inner))
-    return paths
 
 
 def balanced_starts(nodes: Sequence[fx.Node], num_stages: int) -> list[int]:

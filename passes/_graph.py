@@ -11,6 +11,10 @@ import torch.fx as fx
 
 aten = torch.ops.aten
 OpOverload = type(aten.mm.default)
+# Results: output, mean, 1 / deviation; where the buffers are replaced, mean and variance for them.
+# Whether in training is argument 5, and 7 of the backward.
+BATCH_NORM = aten._native_batch_norm_legit_functional.default
+BATCH_NORM_BACKWARD = aten.native_batch_norm_backward.default
 # Functions and methods, as Dynamo's graphs call them, that draw random numbers.
 RANDOM_FUNCTIONS = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli normal poisson "
@@ -32,7 +36,9 @@ def copy_graph(
     old = gm.graph.output_node()
     environment[old] = graph.output(output)
     environment[old].meta = dict(old.meta)
-    return fx.GraphModule(gm, graph), environment
+    copy = fx.GraphModule(gm, graph)
+    copy.meta = dict(gm.meta)  # what a checkpoint's graph saves is said there
+    return copy, environment
 
 
 def results_of(gm: fx.GraphModule) -> list[Any]:
@@ -97,3 +103,10 @@ def stage_edges(joint: fx.GraphModule) -> set[tuple[int, int]]:
             if source is not None and target is not None and source != target:
                 edges.add((min(source, target), max(source, target)))
     return edges
+
+
+def running_statistics(joint: fx.GraphModule) -> list[fx.Node]:
+    """The buffers that norms in training read and write their statistics in."""
+    norms = joint.graph.find_nodes(op="call_function", target=BATCH_NORM)
+    read = ancestors(n for norm in norms for n in norm.args[3:5] if isinstance(n, fx.Node))
+    return [node for node in joint.graph.find_nodes(op="placeholder") if node in read]

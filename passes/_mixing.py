@@ -38,6 +38,12 @@ ALONG_FIXED = {
     "nll_loss": (1,),
     **dict.fromkeys(("triu", "tril", "scaled_dot_product_attention"), (-2, -1)),
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), (-3, -2, -1)),
+    # Losses of vectors, which are what the last dimension holds.
+    **dict.fromkeys(
+        "triplet_margin_loss triplet_margin_with_distance_loss cosine_embedding_loss "
+        "multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss".split(),
+        (-1,),
+    ),
 }
 # Operators that mix along all dimensions from this one on.
 ALONG_REST = {
@@ -60,11 +66,22 @@ INDEXED = frozenset(
     "gather index_select take_along_dim index_add index_copy index_fill scatter scatter_add "
     "scatter_reduce narrow".split()
 )
+# Of these the operand has as many rows, or more, which are left as they are.
+ROW_BY_ROW = frozenset("gather scatter scatter_add scatter_reduce".split())
 IN_ORDER = frozenset("take put masked_scatter".split())
 # Operators that give every row the same value, whatever it was made of.
 SPREADS = frozenset(
     "expand expand_as broadcast_to broadcast_tensors repeat tile repeat_interleave zeros_like "
     "new_zeros new_ones new_empty new_full full zeros ones empty rand randn".split()
+)
+
+# Operators that take sizes as sizes or places. To all others a size is a number.
+TAKE_SIZES = frozenset(
+    "view reshape expand repeat tile broadcast_to flatten unflatten narrow select split chunk "
+    "tensor_split getitem setitem unfold as_strided repeat_interleave pad interpolate one_hot "
+    "zeros ones empty full new_zeros new_ones new_empty new_full rand randn randint randperm "
+    "arange range linspace eye tril_indices triu_indices layer_norm rms_norm sum_to_size topk "
+    "tensor scalar_tensor".split()
 )
 
 # What computes each element from those at its own place; more are found by torch's own tag.
@@ -101,7 +118,8 @@ LOSSES = frozenset(
     "gaussian_nll_loss cosine_embedding_loss multi_margin_loss multilabel_margin_loss ctc_loss "
     "multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss".split()
 )
-OTHERS = frozenset("embedding one_hot multinomial affine_grid unfold".split())
+CELLS = frozenset("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
+OTHERS = frozenset("embedding one_hot multinomial affine_grid unfold".split()) | CELLS
 BY_NAME = frozenset().union(
     ALONG_DIM, ALONG_FIXED, ALONG_REST, RESHAPES, CUTS, BROADCAST_LOSSES, INDEXED, IN_ORDER,
     ELEMENTWISE, MOVES, PRODUCTS, REDUCES, NORMS, LOSSES, OTHERS,

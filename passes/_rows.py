@@ -27,7 +27,9 @@ from fxpipe.passes._mixing import (
     CUTS,
     IN_ORDER,
     INDEXED,
+    ROW_BY_ROW,
     SPREADS,
+    TAKE_SIZES,
     counts_from_zero,
     dims_along,
     is_known,
@@ -81,6 +83,12 @@ class _Rows:
                 self.check(node)
             elif node.op == "output":
                 self.routing.check_output(node)
+                self.check_returned(node)
+
+    def check_returned(self, end: fx.Node) -> None:
+        for node in end.all_input_nodes:
+            if node in self.positions:
+                raise self.position_as_number(node)
 
     def check_inner_graphs(self, gm: fx.GraphModule, call: fx.Node) -> None:
         """The bodies of a checkpoint or another operator that takes graphs, the first one first."""
@@ -103,6 +111,7 @@ class _Rows:
 
     def check_inside(self, node: fx.Node, adds: bool) -> None:
         """`adds`: what has no rows is a gradient, which is added up over the microbatches."""
+        self.check_size_is_no_number(node)
         self.check(node)
         if adds and name_of(node) in SUMS and self.ends_as_a_sum(node):
             return
@@ -112,6 +121,16 @@ class _Rows:
                     f"a reduction over the batch inside of a checkpoint or another nested graph, "
                     f"at {where(node)}, cannot be split; move it out, or {ADVICE}"
                 )
+
+    def check_size_is_no_number(self, node: fx.Node) -> None:
+        """A batch's size in a nested graph is the microbatch's, where it is more than a size."""
+        given = [fill_value(node)] if name_of(node) in TAKE_SIZES else node.all_input_nodes
+        if is_tensor(node) and any(self.batch.holds_batch(number_of(n)) for n in given):
+            raise ModelError(
+                f"the batch size is used as a number inside of a checkpoint or another nested "
+                f"graph, at {where(node)}, where it would be the microbatch's; use it outside, or "
+                f"use one microbatch"
+            )
 
     def ends_as_a_sum(self, node: fx.Node) -> bool:
         """Whether a sum over rows only changes its shape until it is returned."""
@@ -147,6 +166,8 @@ class _Rows:
         self.check_along(node, name)
         if name in BROADCAST_LOSSES:
             self.check_broadcast(node)
+        if name == "embedding":
+            self.check_embedding(node)
         if name in ("getitem", "setitem"):
             self.check_index(node)
         elif name in INDEXED or name in IN_ORDER:
@@ -211,6 +232,15 @@ class _Rows:
                 f"every other, at {where(node)}; give both the same shape"
             )
 
+    def check_embedding(self, node: fx.Node) -> None:
+        """What an embedding counts, or changes in its table, is of all rows that it looks up."""
+        for place, option in ((3, "max_norm"), (5, "scale_grad_by_freq")):
+            if self.batch.is_batched(node) and argument(node, place, option):
+                raise ModelError(
+                    f"an embedding with {option} depends on all rows of the batch, at "
+                    f"{where(node)}, and microbatches look up fewer; leave {option} out"
+                )
+
     def check_cut(self, node: fx.Node) -> None:
         """Pieces along the batch's dimension consist of whole batches."""
         source = operand(node)
@@ -228,6 +258,7 @@ class _Rows:
             return
         if any(value in self.positions for value in written if isinstance(value, fx.Node)):
             raise self.position_as_number(node)
+        self.check_written_by_mask(node)
         held = self.batch.dims(source)
         for dim, count, item in places_of(index, values_of(source)[0].dim()):
             covers = any(dim <= d < dim + count for d in held)
@@ -244,6 +275,19 @@ class _Rows:
             raise self.mixes(node, "an index tensor")
         if not covers and item in self.positions:
             raise self.position_as_number(node)
+
+    def check_written_by_mask(self, node: fx.Node) -> None:
+        """`h[mask] = values` deals its values out to the rows in turn; one for all it may have."""
+        source, index, *written = node.args
+        items = index if isinstance(index, tuple) else (index,)
+        masks = [v for item in items for v in values_of(item) if v.dtype == torch.bool]
+        if not masks or not self.batch.is_batched(source):
+            return
+        left = values_of(source)[0].dim() - sum(mask.dim() for mask in masks)
+        if any(
+            value.dim() > left and value.numel() != 1 for v in written for value in values_of(v)
+        ):
+            raise self.mixes(node, "a mask that deals values out")
 
     def takes_whole_rows(self, node: fx.Node, item: Any) -> bool:
         """Whether a slice is of whole batches. A row's number may pick from arguments alone."""
@@ -267,6 +311,9 @@ class _Rows:
         others = [n for n in node.all_input_nodes if n is not source and is_tensor(n)]
         if any(other in self.positions for other in others):
             raise self.position_as_number(node)
+        if name in ROW_BY_ROW and self.batch.is_batched(source):
+            if not all(map(self.batch.is_batched, others)):
+                raise self.mixes(node, f"{name} of only so many rows")
         picked = {self.layout.size(other) for other in others} - {None}
         if picked - {self.layout.size(source)} and name not in ("index_select", "narrow"):
             raise self.position_as_number(node)
@@ -294,6 +341,20 @@ class _Rows:
             f"the row's position in the batch is used as a number, at {where(node)}, which "
             f"differs inside a microbatch; pass the positions as an argument"
         )
+
+
+def fill_value(node: fx.Node) -> Any:
+    """What a value is filled with, for operators that take sizes beside it."""
+    place = {"full": 1, "new_full": 2, "tensor": 0, "scalar_tensor": 0}.get(name_of(node))
+    return None if place is None else argument(node, place, "fill_value", "data", "s")
+
+
+def number_of(given: Any) -> sympy.Expr:
+    """The number that a node of the graph stands for; 0 for all else."""
+    value = given.meta.get("example_value") if isinstance(given, fx.Node) else None
+    if value is None or not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return sympy.Integer(0)
+    return expression(value)
 
 
 def size_of(bound: Any) -> sympy.Expr:

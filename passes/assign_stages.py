@@ -10,7 +10,8 @@ import torch.fx as fx
 
 from fxpipe.errors import ModelError, OptionError
 from fxpipe.flops import flops
-from fxpipe.passes._balance import balanced_starts, cheapest_starts, module_paths
+from fxpipe.modules import module_paths
+from fxpipe.passes._balance import balanced_starts, cheapest_starts
 from fxpipe.passes._graph import copy_graph, is_random
 from fxpipe.program import Balance, Program, Role, where
 from fxpipe.schedules import stages_for
@@ -62,7 +63,9 @@ def nodes_without_stage(program: Program, joint: fx.GraphModule) -> set[fx.Node]
     roots = {
         i.name
         for i in program.inputs
-        if i.role is not Role.PARAMETER and not i.requires_grad and i.name not in written
+        if i.role not in (Role.PARAMETER, Role.SNAPSHOT)
+        and not i.requires_grad
+        and i.name not in written
     }
     floating: set[fx.Node] = set()
     for node in joint.graph.nodes:

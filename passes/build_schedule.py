@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fxpipe.errors import ScheduleError
+from fxpipe.errors import ModelError, ScheduleError
 from fxpipe.log import logger
 from fxpipe.messages import without_messages
-from fxpipe.passes._graph import stage_edges
-from fxpipe.program import Program
+from fxpipe.passes._graph import results_of, running_statistics, stage_edges
+from fxpipe.program import Program, Role, where
 from fxpipe.schedule import Action, Kind, Pair, Schedule, Step
 from fxpipe.schedules import first_microbatches, resolve
 
@@ -36,6 +36,7 @@ class BuildSchedule:
     merge_backward: bool = False
 
     def __call__(self, program: Program) -> Program:
+        check_buffers(program)
         microbatches = max(program.num_microbatches, program.options.microbatches)
         schedule = given_or_built(program, microbatches)
         holders = schedule.holders
@@ -46,6 +47,27 @@ class BuildSchedule:
         if not program.training:
             schedule = change_kinds(schedule, dict.fromkeys((Kind.I, Kind.W, Kind.B)))
         return replace(program, schedule=without_messages(schedule), holders=holders)
+
+
+def check_buffers(program: Program) -> None:
+    """Several microbatches would write a buffer several times, where eager writes it once.
+
+    What BatchNorm keeps is documented to go so.
+    """
+    if program.num_microbatches < 2 or program.options.buffers == "microbatch":
+        return
+    buffers = {i.name: i.path for i in program.inputs if i.role is Role.BUFFER}
+    norms = {buffers[n.name].rpartition(".")[0] for n in running_statistics(program.joint)}
+    for value, result in zip(results_of(program.joint), program.results):
+        if result.kind != "mutation" or result.target not in buffers:
+            continue
+        path = buffers[result.target]
+        if path.rpartition(".")[0] not in norms:
+            raise ModelError(
+                f"the buffer {path!r} is written by every one of the {program.num_microbatches} "
+                f"microbatches, where plain eager writes it once a step: {where(value)}; use "
+                f"microbatches=1, or allow it: options={{'buffers': 'microbatch'}}"
+            )
 
 
 def given_or_built(program: Program, microbatches: int) -> Schedule:

@@ -24,6 +24,7 @@ from fxpipe.passes._batch import (
     values_of,
 )
 from fxpipe.passes._graph import copy_graph
+from fxpipe.passes._mixing import TAKE_SIZES
 from fxpipe.passes._prologue import Prologue
 from fxpipe.passes._rows import ADVICE, check_rows_stay_apart
 from fxpipe.program import Input, Join, Output, Program, Role, where
@@ -51,14 +52,6 @@ MEAN_LOSSES = frozenset(
     "multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss".split()
 )
 WEIGHTED_MEAN_LOSSES = frozenset("mse_loss l1_loss smooth_l1_loss huber_loss".split())
-# Operators that take sizes as sizes or places. To all others a size is a number.
-TAKE_SIZES = frozenset(
-    "view reshape expand repeat tile broadcast_to flatten unflatten narrow select split chunk "
-    "tensor_split getitem setitem unfold as_strided repeat_interleave pad interpolate one_hot "
-    "zeros ones empty full new_zeros new_ones new_empty new_full rand randn randint randperm "
-    "arange range linspace eye tril_indices triu_indices layer_norm rms_norm sum_to_size topk "
-    "tensor scalar_tensor".split()
-)
 
 
 @dataclass(frozen=True)

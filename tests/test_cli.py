@@ -313,3 +313,10 @@ def test_the_command_is_installed() -> None:
     assert shown.returncode == 2
     assert shown.stderr.count(b"\n") == 1
     assert b"Traceback" not in shown.stderr
+
+
+def test_report_of_a_folder_with_nothing_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("jinja2")
+    assert "holds neither a trace nor a dump" in error_of(capsys, "report", str(tmp_path))

@@ -48,6 +48,12 @@ def test_skip_connection_jumps_over_the_middle_stage() -> None:
     assert "edge 0 -> 2: %relu" in output
 
 
+def test_pass_of_ones_own_shares_what_was_computed_twice() -> None:
+    output = output_of("write_a_pass.py")
+    assert "the joint graph had 65 nodes, and has 64" in output
+    assert "the pipeline agrees with eager" in output
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_says_how_it_is_run(path: Path) -> None:
     assert f"python examples/{path.name}" in path.read_text()

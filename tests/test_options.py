@@ -56,6 +56,7 @@ def test_nothing_given_gives_the_defaults() -> None:
         ("loss", "loss", "loss"),
         ("loss_reduction", "sum", "sum"),
         ("batch_dims", {"batch.x": 1, "mask": None}, {"batch.x": 1, "mask": None}),
+        ("batchnorm", "defer", "defer"),
         ("timeout", 5, 5),
         ("memory_limit", 2.5, 2.5),
     ],

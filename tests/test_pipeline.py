@@ -100,7 +100,7 @@ def test_passes_run_in_order_and_those_switched_off_do_not(mlp: Captured) -> Non
         return program
 
     program = start(mlp)
-    assert pipeline(first, second)(program) is program
+    assert str(pipeline(first, second)(program)) == str(program)
     pipeline(first, second, passes={"first": False})(program)
     assert seen == ["first", "second", "second"]
 
@@ -156,6 +156,61 @@ def test_program_without_a_pass_gives_the_same_numbers(gpt: Captured, off: str |
         torch.testing.assert_close(its_loss, loss.detach(), rtol=1e-13, atol=0)
         for name, gradient in zip(ran.gradients, gradients):
             torch.testing.assert_close(gradient, expected[name], rtol=1e-11, atol=1e-14)
+
+
+# Passes of the user's.
+
+
+def added(*entries: Any, **options: Any) -> list[str]:
+    parsed = Options.parse({"extra_passes": list(entries), **options})
+    return [name_of(p) for p in default_pipeline(parsed).passes]
+
+
+def test_extra_passes_stand_where_they_are_put() -> None:
+    names = added(
+        ("after", "assign_stages", double_weights),
+        ("after", "assign_stages", DropDeadCode()),
+        ("before", "double_weights", drop_an_edge),
+    )
+    at = names.index("assign_stages")
+    assert names[at + 1 : at + 4] == ["drop_an_edge", "double_weights", "drop_dead_code"]
+
+
+def test_extra_pass_runs_and_is_dumped_like_any_other(mlp: Captured, tmp_path: Path) -> None:
+    entry = ("after", "trace_joint", double_weights)
+    with pytest.raises(PassError, match="stopped after double_weights"):
+        run(mlp, extra_passes=[entry], stop_after="double_weights", dump=str(tmp_path))
+    assert [path.stem for path in sorted(tmp_path.rglob("*.txt"))][-1] == "04-double_weights"
+    program = run(mlp, extra_passes=[entry], passes={"double_weights": False})
+    assert ("double_weights", False) in program.passes
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (("after", "asign_stages", double_weights), "no pass; did you mean 'assign_stages'"),
+        (("after", "normalize", lambda program: program), "a pass with no name; write a def"),
+        (("behind", "normalize", double_weights), "expected a list of tuples of 'before' or"),
+        (("after", "normalize", DropDeadCode), "expected a list of tuples of 'before' or"),
+        (("after", "normalize"), "expected a list of tuples of 'before' or"),
+    ],
+)
+def test_wrong_extra_pass_is_refused(entry: Any, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        added(entry)
+    with pytest.raises(OptionError, match="a pass with the name of another one"):
+        added(("after", "normalize", double_weights), ("after", "normalize", double_weights))
+
+
+def test_extra_pass_is_checked_without_being_asked(mlp: Captured) -> None:
+    with pytest.raises(PassError, match="drop_an_edge: task .* reads"):
+        run(mlp, extra_passes=[("after", "split_tasks", drop_an_edge)], schedule="zb-h1")
+
+    def forgets(program: Program) -> None:
+        return None
+
+    with pytest.raises(PassError, match="forgets returned NoneType, expected a Program"):
+        run(mlp, extra_passes=[("after", "normalize", forgets)])
 
 
 # Errors.

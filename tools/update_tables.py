@@ -1,18 +1,40 @@
-"""The tables of options and variables -> the Markdown files that have a place for them.
+"""The tables of options, variables and errors -> the Markdown files that have a place for them.
 
-A place is what stands between `<!-- table: options -->` (or `environment`) and `<!-- end -->`. With
+A place is what stands between `<!-- table: options -->` (or another name) and `<!-- end -->`. With
 --check nothing is written, and the exit status is 1 where a file is out of date.
 """
 
+import inspect
 import re
 import sys
 from pathlib import Path
 
+from fxpipe import errors
 from fxpipe.options import environment_table, options_table
 
 ROOT = Path(__file__).parent.parent
-TABLES = {"options": options_table, "environment": environment_table}
 PLACE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def errors_table() -> str:
+    """Cause and cure of each class, the two paragraphs of its docstring."""
+    rows = ["| error | cause | cure |", "| --- | --- | --- |"]
+    for name, kind in vars(errors).items():
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, Exception)
+            and kind is not errors.FxpipeError
+        ):
+            cause, _, cure = inspect.cleandoc(kind.__doc__ or "").partition("\n\n")
+            rows.append(f"| `{name}` | {' '.join(cause.split())} | {' '.join(cure.split())} |")
+    return "\n".join(rows)
+
+
+TABLES = {
+    "options": options_table,
+    "environment": environment_table,
+    "errors": errors_table,
+}
 
 
 def updated(text: str) -> str:

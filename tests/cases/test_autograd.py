@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,26 @@ def test_case_49_a_hook_on_a_modules_backward_is_never_a_run_without_a_pipeline(
     model = seeded(lambda: MLP(depth=2))
     model.layers[1].register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
     assert "PipelinedStep" in pipelined(model)(normal(8, 6), normal(8, 6)).grad_fn.name()
+
+
+HOOKED = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+model[0].register_full_backward_hook(lambda module, before, after: None)
+step = torch.compile(model, backend="fxpipe", options={"stages": 2, "lowering": "eager"})
+step(torch.ones(4, 3)).sum().backward()
+"""
+
+
+def test_case_49_a_hook_on_a_modules_backward_is_named_in_a_warning() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", HOOKED], capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    told = [line for line in ran.stderr.splitlines() if "runs unsplit" in line]
+    assert len(told) == 1 and "Dynamo leaves Sequential at " in told[0], ran.stderr
+    assert "ackward" in told[0] and "fullgraph=True" in told[0]
 
 
 class AddingToAView(nn.Module):

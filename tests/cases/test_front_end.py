@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import fxpipe
+from fxpipe.backend import fxpipe as backend
 from fxpipe.errors import CaptureError
+from fxpipe.unsplit import warn_of_unsplit_runs
 from tests.cases.shared import check, line_of, normal
 from tests.numerics.models import MLP, assert_close, pipelined, seeded
 from tests.numerics.test_batches import Counting
@@ -45,6 +47,23 @@ class Identity(nn.Module):
 def test_case_84_a_model_without_an_operator_gives_its_input() -> None:
     x = normal(8, 6)
     assert pipelined(Identity(), stages=1)(x) is x
+
+
+class ShapeFirst(nn.Module):
+    """Its first operator is there only where sizes are symbolic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        x = self.first(x * torch.arange(width)).tanh()
+        return self.second(x).view(rows * width).square().mean()
+
+
+def test_case_84_sizes_may_be_read_before_all_else() -> None:
+    check(ShapeFirst, [normal(8, 6)], [normal(5, 6)])
 
 
 class Block(nn.Module):
@@ -82,6 +101,19 @@ def test_case_86_a_model_of_which_nothing_is_traced_is_never_run() -> None:
         pipelined(seeded(lambda: PrintingInALoop(lambda: nn.Linear(6, 6))))(normal(8, 6))
 
 
+def test_case_86_a_model_of_which_nothing_is_traced_is_named_in_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxpipe.log._warned", set())
+    warn_of_unsplit_runs(backend)
+    for _ in range(2):
+        pipelined(seeded(lambda: PrintingInALoop(lambda: nn.Linear(6, 6))))(normal(8, 6))
+    told = [r.getMessage() for r in caplog.records if "runs unsplit" in r.getMessage()]
+    assert len(told) == 1, told
+    assert told[0].startswith("Dynamo leaves PrintingInALoop at ") and "fullgraph=True" in told[0]
+    assert line_of(PrintingInALoop, "def forward") in told[0]
+
+
 class Moded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,6 +136,18 @@ def test_case_88_too_many_traces_are_never_a_run_without_a_pipeline() -> None:
     step = pipelined(seeded(Moded))
     for factor in "123":
         assert "PipelinedStep" in step(normal(8, 6), factor).grad_fn.name()
+
+
+@pytest.mark.usefixtures("two_traces")
+def test_case_88_the_last_trace_that_dynamo_makes_is_told(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxpipe.log._warned", set())
+    step = pipelined(seeded(Moded))
+    step(normal(8, 6), "1")
+    assert "makes no more" not in caplog.text
+    step(normal(8, 6), "2")
+    assert "this is trace 2 of Moded" in caplog.text and "will run unsplit" in caplog.text
 
 
 @pytest.mark.usefixtures("two_traces")

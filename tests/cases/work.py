@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fxpipe
@@ -109,6 +110,43 @@ def refused(build: Callable[[], nn.Module], *batch: Any, **options: Any) -> str:
         return f"{type(raised).__name__}: {raised}"
 
 
+class Normed(nn.Module):
+    """Batch norm of the batch itself, and of what comes of it in another stage."""
+
+    def __init__(self, depth: int = 1) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=0.3)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(depth))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.norm1(x)
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return (self.norm2(x) - y).square().mean()
+
+
+def difference_of_statistics(**options: Any) -> str | None:
+    """How deferred statistics differ from a computation by hand after two steps."""
+    torch._dynamo.reset()
+    model = seeded(partial(Normed, depth=3))
+    twin = copy.deepcopy(model)
+    step = pipelined(model, batchnorm="defer", **options)
+    for seed in range(2):
+        x = 2 + 3 * normal(8, 6, seed=seed)
+        step(x, x).backward()
+        parts = [F.batch_norm(part, None, None, training=True) for part in x.tensor_split(3)]
+        twin.norm1(x)
+        hidden = torch.cat(parts)
+        for layer in twin.layers:
+            hidden = layer(hidden).tanh()
+        twin.norm2(hidden)
+    found = fxpipe.state_dict(step)
+    for name, buffer in twin.named_buffers():
+        if error(found[name].double(), buffer.double()) > LIMIT:
+            return f"{name} is {found[name]}, expected {buffer}"
+    return None
+
+
 def lengths() -> list[tuple[Tensor, Tensor]]:
     """Batches whose sequences become longer, then shorter in a batch of as many elements."""
     sizes = [(4, 6, 6), (4, 8, 6), (8, 4, 6)]
@@ -126,5 +164,6 @@ def on_two_ranks(rank: int, world_size: int) -> dict[str, Any]:
             Boundary, [x], [x.sin()], stages=None, schedule="interleaved-zb", **limit
         ),
         "lengths": compare(partial(MLP, depth=2), *lengths(), schedule="1f1b", **limit),
+        "statistics": difference_of_statistics(stages=None, timeout=60.0),
         "dtype": refused(partial(MLP, depth=2), other, other, **limit),
     }

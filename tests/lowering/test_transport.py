@@ -6,14 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpipe.lowering.rank_program import Message, RankProgram, Spec
-from fxpipe.lowering.transport import (
-    LocalTransport,
-    buffer_for,
-    order_in_memory,
-    pack,
-    unpack,
-)
+from fxpipe.lowering.packing import Spec, buffer_for, order_in_memory, pack, unpack
+from fxpipe.lowering.rank_program import Message, RankProgram
+from fxpipe.lowering.transport import LocalTransport
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -236,3 +236,22 @@ def test_batch_dims_names_an_argument_or_is_refused() -> None:
 def test_keyword_arguments_are_split_like_others() -> None:
     model = seeded(MLP)
     assert_equals_eager(model, pipelined(model), y=normal(5, 6), x=normal(5, 6, seed=1))
+
+
+class WritesByMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).clone()
+        h[mask] = 0
+        return self.last(h).square().mean()
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_a_mask_that_is_written_through_is_split_with_the_rows(shape: tuple[int, ...]) -> None:
+    model = seeded(WritesByMask)
+    step = pipelined(model)
+    for rows in (6, 7):
+        assert_equals_eager(model, step, normal(rows, 6), normal(rows, *shape, seed=1) > 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import Tensor
 
 from fxpipe.errors import FxpipeError, ModelError
 from tests.numerics.models import (
@@ -291,3 +292,53 @@ def test_an_error_of_the_model_leaves_later_calls_intact(model: nn.Module, twin:
     step(*batch()).backward()
     twin(*batch()).backward()
     assert_same_gradients(model, twin)
+
+
+class Counting(nn.Module):
+    """A buffer that the model writes itself, beside a norm that keeps statistics of its own."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (self.norm(self.linear(x)) * self.calls).square().mean()
+
+
+def test_a_buffer_that_every_microbatch_would_write_is_refused_with_its_line() -> None:
+    x = torch.randn(4, 3)
+    step = torch.compile(Counting(), backend="fxpipe", options={"microbatches": 2})
+    with pytest.raises(ModelError, match=r"'calls' .* 2 microbatches.*self.calls \+= 1.*buffers"):
+        step(x)
+
+
+@pytest.mark.parametrize(("microbatches", "buffers", "calls"), [(1, None, 1), (2, "microbatch", 2)])
+def test_a_buffer_is_written_once_or_as_often_as_was_allowed(
+    microbatches: int, buffers: str | None, calls: int
+) -> None:
+    model = Counting()
+    options = {"microbatches": microbatches, "buffers": buffers, "lowering": "eager"}
+    torch.compile(model, backend="fxpipe", options=options)(torch.randn(4, 3))
+    assert model.calls == calls
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 1024.0])
+def test_a_loss_scale_is_refused_where_it_comes_too_late_for_float16(scale: float) -> None:
+    model = nn.Linear(3, 4)
+
+    def loss_of(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return model(x).float().square().mean()
+
+    step = torch.compile(loss_of, backend="fxpipe", options={"lowering": "eager"})
+    loss = step(torch.randn(4, 3)) * scale
+    if scale <= 1:
+        loss.backward()
+        assert model.weight.grad is not None
+    else:
+        with pytest.raises(ModelError, match="scaled by 1024 .* float16"):
+            loss.backward()

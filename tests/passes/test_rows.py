@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.passes.parts import program_of, whole_and_parts
 
 NOT_ITS_ORDER = r"along the batch dimension mixes microbatches, at .*test_rows.py:\d+.* at .*:\d+"
 UNKNOWN = "is not known to keep the rows of the batch apart"
+SIZE_INSIDE = "the batch size is used as a number inside of a checkpoint or another nested graph"
 OTHER_ORDER = "takes values whose rows lie in different orders"
 
 
@@ -61,6 +63,29 @@ def written_over(h: Tensor) -> Tensor:
     z[: h.shape[0]] = h
     z[h.shape[0] :] = h
     return (z * h.repeat_interleave(2, 0)).mean()
+
+
+def written_by_mask(h: Tensor, mask: Tensor, values: Tensor | float) -> Tensor:
+    z = h.clone()
+    z[mask] = values
+    return z.square().mean()
+
+
+class Counted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / gradient.shape[0]
+
+
+def cell(h: Tensor) -> Tensor:
+    """A step of an LSTM, of which h is the input, the state and, in parts, the weights' size."""
+    table = torch.linspace(-1, 1, 64, dtype=h.dtype).view(16, 4)
+    state, memory = torch.lstm_cell(h, (h, h.tanh()), table, table.flip(0))
+    return state.square().mean() + memory.mean()
 
 
 # s: the model (with weights and a table of 16 rows), h: [rows, 4], y: [rows, 4], t, u: labels, m: a
@@ -109,6 +134,12 @@ KEPT: dict[str, Formula] = {
     "joined rows of a checkpoint": lambda s, h, y, t, u, m: checkpoint(
         lambda z: (z.view(-1, 2).tanh(), z), h, use_reentrant=False
     )[0].view(-1, 4).softmax(-1)[:, 0].mean(),
+    "a cell of a recurrent network": lambda s, h, y, t, u, m: cell(h),
+    "one value by a mask": lambda s, h, y, t, u, m: written_by_mask(h, m > 0, 0.0),
+    "one row by a mask": lambda s, h, y, t, u, m: written_by_mask(h, m > 0, s.table[0]),
+    "size as a size in a checkpoint": lambda s, h, y, t, u, m: checkpoint(
+        lambda z: z.view(z.shape[0], 2, 2).sum(1), h, use_reentrant=False
+    ).square().mean(),
     "checkpoint of joined rows": lambda s, h, y, t, u, m: checkpoint(
         lambda z: z.tanh().view(-1, 4), h.view(-1, 2), use_reentrant=False
     ).softmax(-1)[:, 0].mean(),
@@ -260,6 +291,50 @@ MIXED: dict[str, tuple[str, Formula]] = {
         BEFORE,
         lambda s, h, y, t, u, m: (h.view(-1, 2) - h.view(-1, 2).mean(0)).square().mean(),
     ),
+    "scattered to a few rows": (
+        f"scatter of only so many rows {MIXES}",
+        lambda s, h, y, t, u, m: h.scatter(1, torch.tensor([[0, 2]]), 0.5).square().mean(),
+    ),
+    "added to a few rows": (
+        f"scatter_add of only so many rows {MIXES}",
+        lambda s, h, y, t, u, m: h.scatter_add(1, u[:, None], s.table[:, :1]).square().mean(),
+    ),
+    "values dealt out by a mask": (
+        f"a mask that deals values out {MIXES}",
+        lambda s, h, y, t, u, m: written_by_mask(h, m > 0, s.table[:3]),
+    ),
+    "triplet of columns": (
+        f"triplet_margin_loss {MIXES}",
+        lambda s, h, y, t, u, m: F.triplet_margin_loss(h[:, 0], y[:, 0], y[:, 1]),
+    ),
+    "cosine of columns": (
+        f"cosine_embedding_loss {MIXES}",
+        lambda s, h, y, t, u, m: F.cosine_embedding_loss(h[:, 0], y[:, 0], torch.ones(())),
+    ),
+    "embedding that counts": (
+        "an embedding with scale_grad_by_freq depends on all rows of the batch",
+        lambda s, h, y, t, u, m: (h * F.embedding(u, s.table, scale_grad_by_freq=True)).mean(),
+    ),
+    "embedding that shortens its rows": (
+        "an embedding with max_norm depends on all rows of the batch",
+        lambda s, h, y, t, u, m: (h * F.embedding(u, s.table, max_norm=0.5)).mean(),
+    ),
+    "size in a checkpoint": (
+        SIZE_INSIDE,
+        lambda s, h, y, t, u, m: checkpoint(
+            lambda z: z / z.shape[0], h, use_reentrant=False
+        ).square().mean(),
+    ),
+    "size that fills in a checkpoint": (
+        SIZE_INSIDE,
+        lambda s, h, y, t, u, m: checkpoint(
+            lambda z: z * torch.full((4,), 1 / z.shape[0], dtype=z.dtype), h, use_reentrant=False
+        ).square().mean(),
+    ),
+    "size in an own backward": (
+        SIZE_INSIDE,
+        lambda s, h, y, t, u, m: Counted.apply(h).square().mean(),
+    ),
     "msort": (f"msort.*{UNKNOWN}", lambda s, h, y, t, u, m: torch.msort(h).mean()),
     "membership": (
         f"isin.*{UNKNOWN}",
@@ -304,3 +379,17 @@ def test_mixed_rows_are_refused_with_their_line(formulas: Captured, name: str) -
     with pytest.raises(ModelError, match=MIXED[name][0]) as caught:
         SplitLoss()(program)
     assert "test_rows.py" in str(caught.value)
+
+
+class Numbered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x).mean(), torch.arange(x.shape[0])
+
+
+def test_numbers_of_rows_are_not_returned() -> None:
+    with pytest.raises(ModelError, match=AS_NUMBER):
+        SplitLoss()(captured(Numbered(), batch()[0]).program(rows=2))

@@ -155,7 +155,7 @@ graph 1B(
 
 
 def compare_with_joint(given: Captured, after: Program, rows: tuple[int, ...] = (2, 2)) -> None:
-    """Outputs and gradients of the tasks against the joint graph's, bit for bit."""
+    """Outputs of the tasks against the joint graph's, bit for bit; sums of gradients closely."""
     for values in microbatches(given, after, rows):
         copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
         expected: dict[tuple[str, int | str], Tensor] = {}
@@ -169,7 +169,9 @@ def compare_with_joint(given: Captured, after: Program, rows: tuple[int, ...] = 
             **{("mutation", name): value for name, value in copies.items()},
         }
         for key, value in expected.items():
-            torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+            # A product that is added as it is made is rounded once, not twice.
+            limit = 1e-14 if key[0] == "gradient" else 0
+            torch.testing.assert_close(found[key], value, rtol=limit, atol=limit)
 
 
 @pytest.fixture(scope="module")
