@@ -15,9 +15,9 @@ from fxpipe import schedules
 from fxpipe.costs import Costs
 from fxpipe.errors import OptionError, ScheduleError
 from fxpipe.list_scheduler import POLICIES, Placement, list_schedule
-from fxpipe.progress import each
 from fxpipe.schedule import Schedule
 from fxpipe.simulator import UNIT_COSTS, Timeline, simulate
+from fxpipe.views.progress import each
 
 # The list scheduler takes on the placements of so many candidates, if there are few actions.
 _PLACEMENTS, _SEARCH_ACTIONS = 4, 20_000

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 
 from fxpipe.errors import FxpipeError
-from fxpipe.progress import shown_by_command
+from fxpipe.views.progress import shown_by_command
 
 USAGE_ERROR = 2
 

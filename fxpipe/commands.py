@@ -13,10 +13,10 @@ from rich.table import Table
 from fxpipe.choose import choose
 from fxpipe.costs import Costs
 from fxpipe.errors import OptionError, ScheduleError
-from fxpipe.report import ClosedForm, Report
 from fxpipe.schedules import Family, build, families, load, to_csv
 from fxpipe.schedules.builder import find
 from fxpipe.simulator import simulate
+from fxpipe.views.report import ClosedForm, Report
 
 app = typer.Typer(
     help="Pipeline schedules: list, simulate, compare. Models: check one against plain eager.",
@@ -253,7 +253,7 @@ def costs_of(times: str, *, ranks: int, stages: int, pair: float | None = None) 
 
 
 def _draw(reports: list[Report], path: Path) -> None:
-    from fxpipe.pictures import draw
+    from fxpipe.views.pictures import draw
 
     draw([(report.title, report.timeline) for report in reports], path)
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from fxpipe.explain_program import explain_program
 from fxpipe.options import Options
 from fxpipe.program import Program
-from fxpipe.snapshot import output_codes, snapshot
 from fxpipe.torch_private import structured_trace
+from fxpipe.views.snapshot import output_codes, snapshot
 
 # What the files of a dump that are no text are called.
 PASSES, CODES, PAGE = "passes.json", "output-code.json", "index.html"
@@ -96,7 +96,7 @@ class Dump:
     def page(self) -> None:
         """Write `index.html` over the files that are there."""
         if self.folder is not None and is_lowest_rank():
-            from fxpipe.dump_page import write_page
+            from fxpipe.views.dump_page import write_page
 
             write_page(self.folder)
 

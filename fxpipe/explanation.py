@@ -107,7 +107,7 @@ class Explanation:
         return Explanation(**_tuples(given))
 
     def __str__(self) -> str:
-        from fxpipe.explanation_text import as_text
+        from fxpipe.views.explanation_text import as_text
 
         return as_text(self)
 
@@ -121,12 +121,12 @@ class Explanation:
             rich.print(self)
 
     def __rich__(self) -> Any:
-        from fxpipe.explanation_text import as_rich
+        from fxpipe.views.explanation_text import as_rich
 
         return as_rich(self)
 
     def _repr_html_(self) -> str:
-        from fxpipe.explanation_text import as_html
+        from fxpipe.views.explanation_text import as_html
 
         return as_html(self)
 

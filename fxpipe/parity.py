@@ -12,8 +12,8 @@ from torch import nn
 
 from fxpipe.compare import BATCH_NORM, RANDOM, REDUCED, Compared, compare_named
 from fxpipe.errors import ModelError, ParityError
-from fxpipe.progress import each
 from fxpipe.torch_private import tree_leaves, tree_map
+from fxpipe.views.progress import each
 
 LEARNING_RATE, MOMENTUM = 1e-2, 0.9
 

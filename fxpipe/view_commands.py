@@ -10,7 +10,7 @@ import typer
 
 from fxpipe.commands import app as app
 from fxpipe.errors import OptionError
-from fxpipe.graph_forms import FORMATS, can_draw_svg, draw, model_explorer_costs
+from fxpipe.views.graph_forms import FORMATS, can_draw_svg, draw, model_explorer_costs
 
 
 @app.command()
@@ -21,7 +21,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page of a trace and a dump: plan, timelines, memory, passes."""
-    from fxpipe.report_page import write_report
+    from fxpipe.views.report_page import write_report
 
     place = output or folder / "report.html"
     write_report(folder, place)

@@ -13,10 +13,10 @@ from fxpipe.lowering.run import Plan
 from fxpipe.messages import without_messages
 from fxpipe.modules import modules_by_stage
 from fxpipe.program import Program
-from fxpipe.progress import progress
 from fxpipe.simulator import simulate
 from fxpipe.sizes import size_of
-from fxpipe.units import percent, size
+from fxpipe.views.progress import progress
+from fxpipe.views.units import percent, size
 
 
 def compiled_line(plan: Plan, seconds: float, number: int) -> str:

@@ -19,8 +19,8 @@ from fxpipe.lowering.rank_program import Message, RankProgram
 from fxpipe.lowering.transport import GroupTransport
 from fxpipe.lowering.watch import watch
 from fxpipe.program import Key, Program, Task
-from fxpipe.progress import each
 from fxpipe.sizes import size_of
+from fxpipe.views.progress import each
 
 REPEATS = 5
 MEASURED = {"there": 0, "back": 1}  # a message -> the rank that sends it

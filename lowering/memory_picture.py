@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fxpipe.errors import OptionError
 from fxpipe.lowering.memory_plan import MemoryPlan, Storage
-from fxpipe.palette import TEXT
-from fxpipe.pictures import SUFFIXES
+from fxpipe.views.palette import TEXT
+from fxpipe.views.pictures import SUFFIXES
 
 # Okabe and Ito's palette; neighbours differ.
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")

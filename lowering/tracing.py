@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from fxpipe.chrome_trace import chrome_trace
 from fxpipe.dump import EXPLANATION
 from fxpipe.errors import OptionError
 from fxpipe.explain_program import explain_program
@@ -31,6 +30,7 @@ from fxpipe.lowering.run import Plan, Recording
 from fxpipe.options import Options
 from fxpipe.planned import measured_costs, planned
 from fxpipe.timeline import Span, Timeline, in_order
+from fxpipe.views.chrome_trace import chrome_trace
 
 log = logger(__name__)
 

@@ -235,7 +235,7 @@ def test_picture_is_drawn_and_the_same_each_time(tmp_path: Path) -> None:
 
 def test_the_legend_speaks_of_numbers_where_some_are_drawn() -> None:
     pytest.importorskip("matplotlib")
-    from fxpipe.pictures import figure_of
+    from fxpipe.views.pictures import figure_of
 
     def notes(ranks: int, microbatches: int) -> list[str]:
         schedule = build("zb-v", stages=2 * ranks, microbatches=microbatches, ranks=ranks)

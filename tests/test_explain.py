@@ -12,7 +12,7 @@ import torch
 import fxpipe
 from fxpipe.errors import FxpipeError
 from fxpipe.explanation import Explanation
-from fxpipe.explanation_text import brief
+from fxpipe.views.explanation_text import brief
 from tests.helpers import GPT, MLP, ConvNet, convnet_batch, gpt_batch, mlp_batch
 
 OPTIONS = {"stages": 2, "microbatches": 2, "schedule": "zb-h1", "lowering": "eager"}

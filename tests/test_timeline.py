@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fxpipe import schedules
-from fxpipe.chrome_trace import chrome_trace, label
 from fxpipe.costs import Costs
 from fxpipe.errors import OptionError
 from fxpipe.messages import with_messages
@@ -17,6 +16,7 @@ from fxpipe.program import Edge
 from fxpipe.schedule import Schedule
 from fxpipe.simulator import simulate
 from fxpipe.timeline import Span, Timeline, in_order
+from fxpipe.views.chrome_trace import chrome_trace, label
 
 CHAIN = (Edge(0, 1), Edge(1, 0))
 COSTS = Costs(F=1.0, I=2.0, W=0.5, transfer=0.25, edges={(0, 1): 96.0})
@@ -107,7 +107,7 @@ def test_trace_begins_each_timeline_where_it_was() -> None:
 
 def test_picture_shows_planned_above_measured(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from fxpipe.timeline_pictures import boxes_of, draw_timelines, title_of
+    from fxpipe.views.timeline_pictures import boxes_of, draw_timelines, title_of
 
     timeline = planned(built("zb-h1"), COSTS)
     draw_timelines([timeline, timeline], tmp_path / "steps.svg")

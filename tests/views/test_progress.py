@@ -12,7 +12,7 @@ import torch
 from fxpipe import schedules
 from fxpipe.choose import choose
 from fxpipe.cli import run
-from fxpipe.progress import each, is_wanted, progress, shown_by_command
+from fxpipe.views.progress import each, is_wanted, progress, shown_by_command
 from tests.numerics.models import MLP, pipelined, seeded
 
 pytest.importorskip("rich")

@@ -8,12 +8,12 @@ from html import escape
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
-from fxpipe import palette
 from fxpipe.errors import OptionError
+from fxpipe.views import palette
 
 if TYPE_CHECKING:
-    from fxpipe.graphs import Picture
     from fxpipe.program import Program
+    from fxpipe.views.graphs import Picture
 
 FORMATS = ("svg", "mermaid", "model-explorer", "actions")
 
@@ -24,7 +24,7 @@ def draw(program: Program, form: str, suffix: str = "") -> str:
     `actions` is SVG where the file's suffix is `.svg`, else Mermaid's text; the others show the
     model. Raises OptionError for SVG without graphviz.
     """
-    from fxpipe.graphs import actions_picture, modules_picture
+    from fxpipe.views.graphs import actions_picture, modules_picture
 
     if form == "model-explorer":
         return json.dumps(model_explorer(program), indent=1)

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("jinja2")
 
 from fxpipe.errors import OptionError
-from fxpipe.report_page import longest_bubbles, numbers_of, read, write_report
 from fxpipe.timeline import Span, Timeline
+from fxpipe.views.report_page import longest_bubbles, numbers_of, read, write_report
 
 
 def timeline(name: str, scale: float, step: int = 0) -> Timeline:

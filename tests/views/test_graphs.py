@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from fxpipe import graph_forms
-from fxpipe.graph_forms import can_draw_svg, dot, draw, mermaid, model_explorer_costs
-from fxpipe.graphs import actions_picture, modules_picture
-from fxpipe.palette import of_stage
 from fxpipe.passes import default_pipeline
 from fxpipe.program import Program
+from fxpipe.views import graph_forms
+from fxpipe.views.graph_forms import can_draw_svg, dot, draw, mermaid, model_explorer_costs
+from fxpipe.views.graphs import actions_picture, modules_picture
+from fxpipe.views.palette import of_stage
 from tests.helpers import GPT, captured, gpt_batch
 
 

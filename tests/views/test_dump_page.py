@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fxpipe import dump_page, log
-from fxpipe.differences import stretches
-from fxpipe.dump_page import read_dump
 from fxpipe.errors import PassError
-from fxpipe.snapshot import excerpt
+from fxpipe.views.differences import stretches
+from fxpipe.views.dump_page import read_dump
+from fxpipe.views.snapshot import excerpt
 from tests.helpers import MLP, mlp_batch
 
 

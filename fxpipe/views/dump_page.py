@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fxpipe.differences import stretches
 from fxpipe.log import logger, warn_once
-from fxpipe.pages import can_render, render
-from fxpipe.snapshot import excerpt
+from fxpipe.views.differences import stretches
+from fxpipe.views.pages import can_render, render
+from fxpipe.views.snapshot import excerpt
 
 log = logger(__name__)
 _NODE = re.compile(r"  %(\w+)(?:: .*?)? = ")

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fxpipe import palette
-from fxpipe.units import count, percent, plural, scaled, seconds, size
+from fxpipe.views import palette
+from fxpipe.views.units import count, percent, plural, scaled, seconds, size
 
 if TYPE_CHECKING:
     from fxpipe.explanation import Explanation

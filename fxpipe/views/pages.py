@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fxpipe import palette
 from fxpipe.errors import OptionError
+from fxpipe.views import palette
 
 TEMPLATES = Path(__file__).parent / "templates"
 MISSING = (

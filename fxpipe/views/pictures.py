@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe import palette
 from fxpipe.errors import OptionError
-from fxpipe.palette import MEANINGS
 from fxpipe.schedule import Action, Kind, Pair, Step, actions_of
 from fxpipe.simulator import Timeline
+from fxpipe.views import palette
+from fxpipe.views.palette import MEANINGS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe import palette
 from fxpipe.errors import OptionError
 from fxpipe.schedule import Kind, Pair, parse_step
 from fxpipe.timeline import COMPUTING, Span, Timeline
+from fxpipe.views import palette
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fxpipe.dump_page import read_dump, read_json
 from fxpipe.errors import OptionError
 from fxpipe.explanation import Explanation
-from fxpipe.explanation_text import schedule_text, summary, tables
-from fxpipe.pages import render
 from fxpipe.timeline import SHARES, Timeline
-from fxpipe.units import percent, plural, scaled, seconds, size
+from fxpipe.views.dump_page import read_dump, read_json
+from fxpipe.views.explanation_text import schedule_text, summary, tables
+from fxpipe.views.pages import render
+from fxpipe.views.units import percent, plural, scaled, seconds, size
 
 NO_TRACE = (
     "No timeline was recorded: options={'trace': 'DIR'} records the first steps, "

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpipe.report_page import write_report
+from fxpipe.views.report_page import write_report
 
 pytest.importorskip("jinja2")
 playwright = pytest.importorskip(

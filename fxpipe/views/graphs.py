@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import torch.fx as fx
 
-from fxpipe import palette
 from fxpipe.flops import bytes_of, flops
 from fxpipe.messages import without_messages
 from fxpipe.modules import module_paths
 from fxpipe.program import Program, Role
 from fxpipe.schedule import Action, Kind, Step, actions_of
-from fxpipe.units import plural, scaled, size
+from fxpipe.views import palette
+from fxpipe.views.units import plural, scaled, size
 
 # Modules are shown at the depth at which there are at most so many of them.
 MOST_MODULES = 40
