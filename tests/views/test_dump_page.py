@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fxpipe import dump_page, log
+from fxpipe import log
 from fxpipe.errors import PassError
+from fxpipe.views import dump_page
 from fxpipe.views.differences import stretches
 from fxpipe.views.dump_page import read_dump
 from fxpipe.views.snapshot import excerpt
