@@ -130,6 +130,6 @@ def test_line_of_a_file_that_is_gone_is_shown_without_its_source() -> None:
 
 def test_templates_are_part_of_the_package() -> None:
     root = Path(dump_page.__file__).parent
-    settings = (root.parent / "pyproject.toml").read_text()
-    assert 'fxpipe = ["py.typed", "templates/*"]' in settings
+    settings = (root.parent.parent / "pyproject.toml").read_text()
+    assert '"fxpipe.views" = ["templates/*"]' in settings
     assert {path.suffix for path in (root / "templates").iterdir()} == {".css", ".html", ".js"}
