@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.fx as fx
 
-from fxpipe.program import Input, Role
+from fxpipe.program import Input, Role, ancestors
 from fxpipe.torch_private import storage_number
 
 # What gives a view, or its argument itself, and changes nothing.
@@ -90,15 +90,3 @@ def changes_nothing(node: fx.Node) -> bool:
     if node.op == "placeholder" or not any(isinstance(v, torch.Tensor) for v in values):
         return True
     return str(getattr(node.target, "__name__", node.target)) in VIEWS
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found

@@ -7,7 +7,7 @@ stage and kind), edges (which values cross stages) and a schedule.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -226,6 +226,18 @@ def where(node: fx.Node) -> str:
         code = lines[i + 1] if i + 1 < len(lines) else ""
         return f"{file.strip(chr(34))}:{line.removeprefix('line ')}: {code}".rstrip(": ")
     return f"{node.name} = {getattr(node.target, '__name__', node.target)}(...)"
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def tensors_of(value: Any) -> list[Any]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fxpipe.errors import OptionError
 from fxpipe.lowering.memory_plan import MemoryPlan, Storage
+from fxpipe.views.figures import check_path, new_figure, save
 from fxpipe.views.palette import TEXT
-from fxpipe.views.pictures import SUFFIXES
 
 # Okabe and Ito's palette; neighbours differ.
 COLOURS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
@@ -17,27 +16,11 @@ MOST_LABELS = 400
 
 def draw_memory(plans: Sequence[MemoryPlan], path: str | Path) -> None:
     """Draw the placed values of ranks below each other; the suffix gives the format."""
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise OptionError(
-            f"picture {path.name!r} has the suffix {path.suffix!r}; expected one of "
-            f"{', '.join(SUFFIXES)}"
-        )
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OptionError(
-            "a picture needs matplotlib, which is not installed; install fxpipe with its extra "
-            "viz: pip install 'fxpipe[viz]'"
-        ) from error
-    figure = Figure(figsize=(12.0, 3.2 * len(plans)), layout="constrained")
+    path = check_path(path)
+    figure = new_figure(12.0, 3.2 * len(plans), layout="constrained")
     for plan, axes in zip(plans, figure.subplots(len(plans), squeeze=False)[:, 0]):
         draw_plan(plan, axes)
-    # Same plans, same bytes: no date, and no random names in SVG.
-    with matplotlib.rc_context({"svg.hashsalt": "fxpipe", "svg.fonttype": "none"}):
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=110, metadata=metadata)
+    save(figure, path)
 
 
 def draw_plan(plan: MemoryPlan, axes: object) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxpipe.program import ancestors
+
 aten = torch.ops.aten
 OpOverload = type(aten.mm.default)
 # Results: output, mean, 1 / deviation; where the buffers are replaced, mean and variance for them.
@@ -61,18 +63,6 @@ def is_view(node: fx.Node) -> bool:
 
 def getitem_of(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is getitem
-
-
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and all that they are computed from."""
-    found: set[fx.Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
 
 
 def is_random(node: fx.Node) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxpipe.errors import OptionError
 from fxpipe.schedule import Action, Kind, Pair, Step, actions_of
 from fxpipe.simulator import Timeline
 from fxpipe.views import palette
+from fxpipe.views.figures import check_path, new_figure, save
 from fxpipe.views.palette import MEANINGS
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ COLOURS = palette.KINDS
 IDLE_COLOUR = palette.IDLE
 TEXT_COLOUR = palette.TEXT
 LINE_COLOUR = "#FFFFFF"
-SUFFIXES = (".svg", ".png", ".pdf")
 
 # Inches.
 _WIDTH, _ROW_HEIGHT, _HEAD, _FOOT = 13.0, 0.3, 0.42, 0.95
@@ -40,35 +39,15 @@ def shade(kind: Kind, chunk: int, num_chunks: int) -> tuple[float, float, float]
 
 def draw(timelines: Sequence[tuple[str, Timeline]], path: str | Path, unit: str = "") -> None:
     """Draw titled timelines below each other on one scale of time; the suffix gives the format."""
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise OptionError(
-            f"picture {path.name!r} has the suffix {path.suffix!r}; expected one of "
-            f"{', '.join(SUFFIXES)}"
-        )
-    if not path.parent.is_dir():
-        raise OptionError(f"picture {str(path)!r} lies in no folder that exists; make it first")
-    figure = figure_of(timelines, unit)
-    import matplotlib
-
-    # Same timelines, same bytes: no date, and no random names in SVG.
-    with matplotlib.rc_context({"svg.hashsalt": "fxpipe", "svg.fonttype": "none"}):
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=110, metadata=metadata)
+    path = check_path(path)
+    save(figure_of(timelines, unit), path)
 
 
 def figure_of(timelines: Sequence[tuple[str, Timeline]], unit: str = "") -> Figure:
     """The picture as a matplotlib figure, for a notebook or for saving elsewhere."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OptionError(
-            "a picture needs matplotlib, which is not installed; install fxpipe with its extra "
-            "viz: pip install 'fxpipe[viz]', or in a clone pip install -e '.[viz]'"
-        ) from error
     rows = [_ROW_HEIGHT * timeline.schedule.num_ranks for _, timeline in timelines]
     height = sum(rows) + _HEAD * len(rows) + _FOOT
-    figure = Figure(figsize=(_WIDTH, height))
+    figure = new_figure(_WIDTH, height)
     end = max(timeline.makespan for _, timeline in timelines) or 1.0
     top, numbered = height, False
     for (title, timeline), row in zip(timelines, rows, strict=True):

@@ -6,16 +6,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from fxpipe.errors import OptionError
 from fxpipe.schedule import Kind, Pair, parse_step
 from fxpipe.timeline import COMPUTING, Span, Timeline
 from fxpipe.views import palette
+from fxpipe.views.figures import check_path, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".svg", ".png", ".pdf")
 MESSAGE_COLOUR = "#7F7F7F"
 
 # Inches.
@@ -39,32 +38,15 @@ def draw_timelines(timelines: Sequence[Timeline], path: str | Path) -> None:
 
     Raises OptionError for another suffix, and where matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        raise OptionError(
-            f"picture {path.name!r} has the suffix {path.suffix!r}; expected one of "
-            f"{', '.join(SUFFIXES)}"
-        )
-    figure = figure_of_timelines(timelines)
-    import matplotlib
-
-    with matplotlib.rc_context({"svg.hashsalt": "fxpipe", "svg.fonttype": "none"}):
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=110, metadata=metadata)
+    path = check_path(path)
+    save(figure_of_timelines(timelines), path)
 
 
 def figure_of_timelines(timelines: Sequence[Timeline]) -> Figure:
     """The picture as a matplotlib figure. A row per rank: its tasks, below them its messages."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise OptionError(
-            "a picture needs matplotlib, which is not installed; install fxpipe with its extra "
-            "viz: pip install 'fxpipe[viz]', or in a clone pip install -e '.[viz]'"
-        ) from error
     rows = [_ROW_HEIGHT * timeline.num_ranks for timeline in timelines]
     height = sum(rows) + _HEAD * len(rows) + _FOOT
-    figure = Figure(figsize=(_WIDTH, height))
+    figure = new_figure(_WIDTH, height)
     end = 1e3 * max((timeline.duration for timeline in timelines), default=1.0) or 1.0
     top = height
     for timeline, row in zip(timelines, rows, strict=True):
