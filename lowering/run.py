@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fxpipe.errors import ModelError, RankError
+from fxpipe.log import logger, warn_once
 from fxpipe.lowering.executor import Executor, Instruction, Paused
 from fxpipe.lowering.rank_program import RankProgram, Slot
 from fxpipe.lowering.replay import Replay
@@ -22,6 +23,7 @@ from fxpipe.program import Input, Join, Program, Role
 from fxpipe.random import draw_seed, seeds_of_step
 from fxpipe.torch_private import autocast_off
 
+log = logger(__name__)
 Boxes = dict[str, tuple[torch.Tensor, ...]]
 
 
@@ -71,6 +73,11 @@ class Plan:
             for entry in self.program.inputs
             if entry.role is Role.SCRATCH
         }
+
+    @cached_property
+    def has_own_backward(self) -> bool:
+        nodes = self.program.model.graph.nodes
+        return any(getattr(n.target, "__name__", "") == "autograd_function_apply" for n in nodes)
 
     @cached_property
     def computes_in_float16(self) -> bool:
@@ -306,6 +313,13 @@ class PipelinedStep(torch.autograd.Function):
 
 def refuse_late_scale(plan: Plan, by: torch.Tensor) -> None:
     """A loss scale is there to keep gradients in float16 from vanishing: here it comes too late."""
+    if by.item() != 1.0 and plan.has_own_backward:
+        warn_once(
+            log,
+            "the model has an autograd.Function of its own, whose backward ran before the loss was "
+            "multiplied by %g: gradients are right if that backward is linear",
+            by.item(),
+        )
     if not plan.computes_in_float16 or by.item() <= 1.0:
         return
     raise ModelError(

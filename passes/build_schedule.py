@@ -57,7 +57,8 @@ def check_buffers(program: Program) -> None:
     if program.num_microbatches < 2 or program.options.buffers == "microbatch":
         return
     buffers = {i.name: i.path for i in program.inputs if i.role is Role.BUFFER}
-    norms = {buffers[n.name].rpartition(".")[0] for n in running_statistics(program.joint)}
+    read = [n.name for n in running_statistics(program.joint) if n.name in buffers]
+    norms = {buffers[name].rpartition(".")[0] for name in read}
     for value, result in zip(results_of(program.joint), program.results):
         if result.kind != "mutation" or result.target not in buffers:
             continue

@@ -64,7 +64,10 @@ NORMS_OF_ROWS = ("batch_norm", "image_norm")  # in training they read the whole 
 
 
 class HalfGradient(torch.autograd.Function):
-    """A backward that is no derivative of its forward, so that nothing else could stand in."""
+    """A backward that is no derivative of its forward, so that nothing else could stand in.
+
+    It is linear: where it is not, what the loss is multiplied by comes too late.
+    """
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
@@ -74,7 +77,7 @@ class HalfGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (h,) = ctx.saved_tensors
-        return gradient * 0.5 + 0.01 * h
+        return gradient * (0.5 + 0.01 * h)
 
 
 def call(module: Any, batch: Batch, h: Tensor) -> Tensor:

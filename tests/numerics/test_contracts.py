@@ -342,3 +342,27 @@ def test_a_loss_scale_is_refused_where_it_comes_too_late_for_float16(scale: floa
     else:
         with pytest.raises(ModelError, match="scaled by 1024 .* float16"):
             loss.backward()
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.37])
+def test_a_backward_of_ones_own_is_warned_of_where_the_loss_is_scaled(
+    scale: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(3, 4)
+    step = torch.compile(
+        lambda x: Clipped.apply(model(x)).square().mean(),
+        backend="fxpipe",
+        options={"lowering": "eager"},
+    )
+    (step(torch.randn(4, 3)) * scale).backward()
+    assert ("right if that backward is linear" in caplog.text) == (scale != 1)

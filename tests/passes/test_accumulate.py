@@ -51,12 +51,6 @@ def test_products_and_looked_up_rows_are_added_as_they_are_made() -> None:
     assert not {"aten.embedding_dense_backward.default"} & set(found)
 
 
-def test_rows_that_count_by_their_frequency_keep_their_own_operator() -> None:
-    model = Table()
-    model.table.scale_grad_by_freq = True
-    assert "aten.embedding_dense_backward.default" in targets(model)
-
-
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_gradients_are_those_of_eager(lowering: str) -> None:
     torch.manual_seed(0)
