@@ -11,8 +11,7 @@ import torch
 from fxpipe.errors import FxpipeError
 from fxpipe.explain_program import explain_program
 from fxpipe.explanation import Explanation
-from fxpipe.lowering import metrics
-from fxpipe.lowering.run import Plan
+from fxpipe.lowering.metrics import ended, plans_of
 from fxpipe.ownership import plain
 
 
@@ -39,16 +38,8 @@ def explain(model: Any, *inputs: Any, **keywords: Any) -> Explanation:
             "arguments of a call: fxpipe.explain(step, tokens, targets)"
         )
     made = [plan for plan in plans if id(plan) not in before] if inputs or keywords else []
-    plan = made[-1] if made else max(plans, key=lambda p: p.metered.ended if p.metered else 0.0)
+    plan = made[-1] if made else max(plans, key=ended)
     return explain_program(plan.program, plan.rows)
-
-
-def plans_of(model: Any) -> list[Plan]:
-    """The plans of all traces of a model, oldest first."""
-    module = plain(model)
-    known = (metrics._steps.get(t, ()) for t in [*module.parameters(), *module.buffers()])
-    steps = {id(step): step for found in known for r in found if (step := r()) is not None}
-    return [plan for step in steps.values() for plan in step.plans.values()]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import FxpipeError, OptionError
 from fxpipe.lowering.group import num_ranks, this_rank
-from fxpipe.lowering.recording import bytes_of_message, peak_held
+from fxpipe.lowering.recording import peak_held
 from fxpipe.lowering.run import Plan
 from fxpipe.lowering.tracing import merge, part_of, peak_of_device
 from fxpipe.ownership import plain
@@ -76,17 +76,26 @@ def metrics(model: torch.nn.Module, tokens: int | None = None) -> dict[str, Any]
 
 def last_plan(model: torch.nn.Module) -> Plan:
     """The plan that ran last, of all traces of a model."""
-    module = plain(model)
-    tensors = [*module.parameters(), *module.buffers()]
-    references = {reference for tensor in tensors for reference in _steps.get(tensor, ())}
-    steps = [step for reference in references if (step := reference()) is not None]
-    ran = [plan for step in steps for plan in step.plans.values() if plan.metered]
+    ran = [plan for plan in plans_of(model) if plan.metered]
     if not ran:
         raise FxpipeError(
             "no step of this model has run to its end through fxpipe yet; call it once, with the "
             "backward if it returns no loss, then ask for its metrics"
         )
-    return max(ran, key=lambda plan: plan.metered.ended if plan.metered else 0.0)
+    return max(ran, key=ended)
+
+
+def plans_of(model: Any) -> list[Plan]:
+    """The plans of all traces of a model, oldest first."""
+    module = plain(model)
+    known = (_steps.get(t, ()) for t in [*module.parameters(), *module.buffers()])
+    steps = {id(step): step for found in known for r in found if (step := r()) is not None}
+    return [plan for step in steps.values() for plan in step.plans.values()]
+
+
+def ended(plan: Plan) -> float:
+    """When a plan last ran to its end; 0 where it never did."""
+    return plan.metered.ended if plan.metered else 0.0
 
 
 def moved(plan: Plan) -> tuple[int, int]:
@@ -94,7 +103,7 @@ def moved(plan: Plan) -> tuple[int, int]:
     sent = received = 0
     for executor in plan.executors:
         for message in executor.program.messages.values():
-            size = bytes_of_message(message)
+            size = message.nbytes
             sent += size if message.source == executor.program.rank else 0
             received += size if message.target == executor.program.rank else 0
     return sent, received

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +20,10 @@ class Spec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @staticmethod
     def of(value: torch.Tensor) -> Spec:

@@ -21,6 +21,10 @@ class Message(NamedTuple):
     target: int
     specs: tuple[Spec, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(spec.nbytes for spec in self.specs)
+
 
 class Slot(NamedTuple):
     """How the runtime fills a placeholder: an input's name, and a microbatch where it is split."""

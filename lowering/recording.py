@@ -269,7 +269,7 @@ def about(
             break
     else:
         return About(*describe(name)[:2], name, None, *describe(name)[2:], None)
-    size = bytes_of_message(sizes[message])
+    size = sizes[message].nbytes
     if verb == "post ":
         receive = receive_name(message)
         return About("receive", "receive", receive, None, *describe(receive)[2:], size)
@@ -282,16 +282,6 @@ def about(
         awaited = results[stage, backward, microbatch][1]
     cause = f"{awaited} of rank {sizes[message].source}"
     return About("compute", "wait", message, cause, stage, microbatch, size)
-
-
-def bytes_of_message(message: Message) -> int:
-    total = 0
-    for spec in message.specs:
-        count = spec.dtype.itemsize
-        for size in spec.shape:
-            count *= size
-        total += count
-    return total
 
 
 # Memory.
@@ -344,8 +334,7 @@ def sizes_made(
             yield part, bytes_of(results[index].meta.get("val"))
     elif node.target is instructions.wait:
         for index, part in parts.items():
-            spec = executor.program.messages[node.args[1]].specs[index]
-            yield part, bytes_of_message(Message(0, 0, (spec,)))
+            yield part, executor.program.messages[node.args[1]].specs[index].nbytes
     elif node.target is instructions.total:
         yield node, known.get(node.args[0][0], 0)
     elif node.target is instructions.join:

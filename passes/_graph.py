@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -95,8 +95,34 @@ def stage_edges(joint: fx.GraphModule) -> set[tuple[int, int]]:
     return edges
 
 
+def batch_norms(joint: fx.GraphModule) -> list[fx.Node]:
+    """The BatchNorms in training that keep running statistics."""
+    nodes = joint.graph.find_nodes(op="call_function", target=BATCH_NORM)
+    return [node for node in nodes if node.args[5]]
+
+
 def running_statistics(joint: fx.GraphModule) -> list[fx.Node]:
     """The buffers that norms in training read and write their statistics in."""
-    norms = joint.graph.find_nodes(op="call_function", target=BATCH_NORM)
-    read = ancestors(n for norm in norms for n in norm.args[3:5] if isinstance(n, fx.Node))
+    read = ancestors(
+        n for norm in batch_norms(joint) for n in norm.args[3:5] if isinstance(n, fx.Node)
+    )
     return [node for node in joint.graph.find_nodes(op="placeholder") if node in read]
+
+
+def copy_in(
+    graph: fx.Graph, before: fx.Node, body: fx.Graph, operands: Sequence[Any], meta: dict[str, Any]
+) -> dict[fx.Node, Any]:
+    """The nodes of `body` before a node, as copies with this meta: node of body -> its copy.
+
+    What `body` takes are the operands.
+    """
+    taken = iter(operands)
+    copies: dict[fx.Node, Any] = {}
+    for inner in body.nodes:
+        if inner.op == "placeholder":
+            copies[inner] = next(taken)
+        elif inner.op != "output":
+            with graph.inserting_before(before):
+                copies[inner] = graph.node_copy(inner, copies.__getitem__)
+            copies[inner].meta = {**meta, "val": inner.meta["val"]}
+    return copies

@@ -12,9 +12,10 @@ import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.passes._graph import (
-    BATCH_NORM,
     BATCH_NORM_BACKWARD,
+    batch_norms,
     copy_graph,
+    copy_in,
     getitem_of,
     results_of,
 )
@@ -64,12 +65,6 @@ class DeferBatchnorm:
             inputs=(*program.inputs, *deferrer.inputs),
             results=(*program.results, *(Result("mutation", n) for n in deferrer.written)),
         )
-
-
-def batch_norms(joint: fx.GraphModule) -> list[fx.Node]:
-    """The BatchNorms in training that keep running statistics."""
-    nodes = joint.graph.find_nodes(op="call_function", target=BATCH_NORM)
-    return [node for node in nodes if node.args[5]]
 
 
 def values_per_channel(node: fx.Node) -> int:
@@ -183,19 +178,9 @@ class _Deferrer:
             body = make_fx(function)(*values)
         order = {n: i for i, n in enumerate(self.joint.graph.nodes)}
         place = max(after, key=order.__getitem__)
-        environment: dict[fx.Node, fx.Node] = {}
-        taken = iter(operands)
-        self.inserted: set[fx.Node] = set()
-        for inner in body.graph.nodes:
-            if inner.op == "placeholder":
-                environment[inner] = next(taken)
-            elif inner.op != "output":
-                with self.joint.graph.inserting_after(place):
-                    place = self.joint.graph.node_copy(inner, environment.__getitem__)
-                place.meta = {**node.meta, "val": inner.meta["val"]}
-                environment[inner] = place
-                self.inserted.add(place)
-        return [environment[result] for result in results_of(body)]
+        copies = copy_in(self.joint.graph, place.next, body.graph, operands, node.meta)
+        self.inserted = set(copies.values()) - set(operands)
+        return [copies[result] for result in results_of(body)]
 
 
 def merge(number: int, momentum: float) -> Callable[..., list[torch.Tensor]]:

@@ -12,7 +12,7 @@ import torch.fx as fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpipe.errors import ModelError
-from fxpipe.passes._graph import OpOverload, copy_graph, is_random, results_of
+from fxpipe.passes._graph import OpOverload, copy_graph, copy_in, is_random, results_of
 from fxpipe.program import Input, Program, Role, is_dense, tensors_of, where
 from fxpipe.random import FRACTION_BITS, OPERATORS, WHOLE, Made
 from fxpipe.torch_private import fake_mode_of
@@ -146,17 +146,8 @@ class _Seeder:
         self, node: fx.Node, body: fx.GraphModule, operands: Sequence[fx.Node | None]
     ) -> list[fx.Node]:
         """The results of `body`, copied in before the node."""
-        taken = iter(operands)
-        environment: dict[fx.Node, Any] = {}
-        for inner in body.graph.nodes:
-            if inner.op == "placeholder":
-                environment[inner] = next(taken)
-            elif inner.op != "output":
-                with self.joint.graph.inserting_before(node):
-                    made = self.joint.graph.node_copy(inner, environment.__getitem__)
-                made.meta = {**node.meta, "val": inner.meta["val"]}
-                environment[inner] = made
-        return [environment[result] for result in results_of(body)]
+        copies = copy_in(self.joint.graph, node, body.graph, operands, node.meta)
+        return [copies[result] for result in results_of(body)]
 
 
 def check(node: fx.Node) -> None:

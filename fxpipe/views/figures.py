@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxpipe.errors import OptionError
+from fxpipe.views.palette import TEXT
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -36,6 +39,19 @@ def check_path(path: str | Path) -> Path:
     if not path.parent.is_dir():
         raise OptionError(f"picture {str(path)!r} lies in no folder that exists; make it first")
     return path
+
+
+def add_legend(figure: Figure, entries: Sequence[Artist]) -> None:
+    """One row of what colours mean, below all axes."""
+    figure.legend(
+        handles=list(entries),
+        loc="lower left",
+        bbox_to_anchor=(0.05, 0.0),
+        ncols=len(entries),
+        frameon=False,
+        fontsize=9,
+        labelcolor=TEXT,
+    )
 
 
 def save(figure: Figure, path: Path) -> None:

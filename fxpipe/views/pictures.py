@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fxpipe.schedule import Action, Kind, Pair, Step, actions_of
 from fxpipe.simulator import Timeline
 from fxpipe.views import palette
-from fxpipe.views.figures import check_path, new_figure, save
+from fxpipe.views.figures import add_legend, check_path, new_figure, save
 from fxpipe.views.palette import MEANINGS
 
 if TYPE_CHECKING:
@@ -149,14 +149,6 @@ def _add_legend(figure: Figure, timelines: list[Timeline], numbered: bool) -> No
     notes = ["numbers are microbatches"] if numbered else []
     if any(len(schedule.stages_of(rank)) > 1 for schedule, rank in ranks):
         notes.append("a paler shade is a later chunk of the rank")
-    figure.legend(
-        handles=entries,
-        loc="lower left",
-        bbox_to_anchor=(0.05, 0.0),
-        ncols=len(entries),
-        frameon=False,
-        fontsize=9,
-        labelcolor=TEXT_COLOUR,
-    )
+    add_legend(figure, entries)
     note, height = "; ".join(notes), 0.13 / figure.get_figheight()
     figure.text(0.985, height, note, ha="right", fontsize=8, color="#555555")

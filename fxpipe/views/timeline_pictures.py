@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fxpipe.schedule import Kind, Pair, parse_step
 from fxpipe.timeline import COMPUTING, Span, Timeline
 from fxpipe.views import palette
-from fxpipe.views.figures import check_path, new_figure, save
+from fxpipe.views.figures import add_legend, check_path, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -142,12 +142,4 @@ def _add_legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
     if MESSAGE_COLOUR in used:
         entries.append(Patch(color=MESSAGE_COLOUR, label="messages begun"))
     entries.append(Patch(facecolor=palette.IDLE, edgecolor="#BBBBBB", label="idle or host"))
-    figure.legend(
-        handles=entries,
-        loc="lower left",
-        bbox_to_anchor=(0.05, 0.0),
-        ncols=len(entries),
-        frameon=False,
-        fontsize=9,
-        labelcolor=palette.TEXT,
-    )
+    add_legend(figure, entries)
