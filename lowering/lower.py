@@ -70,16 +70,19 @@ class RankBuilder:
         opened = {pair.forward for pair in merged.values()}
         self.last_accumulation = self.find_last_accumulations(actions)
         self.results = Results(self)
-        paused = self.programs[0].loss is None and self.programs[0].training
-        outputs: dict[int, Any] = {}
+        pauses = self.programs[0].loss is None and self.programs[0].training
+        outputs: dict[int, Any] | None = None
         for index, action in enumerate(actions):
-            if paused and action.kind in BACKWARD:
-                outputs, paused = self.pause(self.results.outputs()), False
+            if pauses and outputs is None and action.kind in BACKWARD:
+                outputs = self.pause(self.results.outputs())
             if action in merged:
                 self.lower_pair(index, merged[action])
             elif action not in opened:
                 self.lower_action(index, action)
-        outputs = outputs or self.results.outputs()
+        if outputs is None:
+            outputs = self.results.outputs()
+            # A rank without a backward pauses with the others: sums come to it after that.
+            outputs = self.pause(outputs) if pauses else outputs
         gradients = self.results.input_gradients() | self.results.summed_gradients()
         self.graph.output((*outputs.values(), *gradients.values()))
         graph = fx.GraphModule(self.root, self.graph, class_name=f"Rank{self.rank}")

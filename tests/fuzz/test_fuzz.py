@@ -19,9 +19,9 @@ from tests.fuzz.run import PLANS, Run, counted, fuzz, run, uses_inductor
 from tests.fuzz.trial import Calls, compare
 
 # The seeds start elsewhere than `make fuzz`, so that both together see more. Six plans of each of
-# ten models; a machine that has time for fewer takes the first of them.
+# sixty models; a machine that has time for fewer takes the first of them.
 FIRST_SEED, SECONDS = 1_000_000, 60.0
-SEEDS = [FIRST_SEED + PLANS * model + plan for model in range(10) for plan in range(6)]
+SEEDS = [FIRST_SEED + PLANS * model + plan for model in range(60) for plan in range(6)]
 
 
 @pytest.mark.timeout(240)
@@ -34,7 +34,6 @@ def test_random_models_give_eagers_loss_and_gradients() -> None:
     assert sum(r.outcome == "equal" for r in done) > 0.85 * len(done)
 
 
-@pytest.mark.xfail(reason="one row of six: ranks of a stage await a sum", strict=True)
 def test_a_batch_of_one_row_on_replicated_stages_ends() -> None:
     assert not fuzz(1_000_252).is_fault
 
