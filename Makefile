@@ -15,6 +15,8 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt --editable
 NONE_PICKED := 5
 # Ranks and tests share the cores; threads of their own would fight for them.
 export OMP_NUM_THREADS ?= 1
+# torch is stricter where this is set; what it then refuses should be seen here.
+export CI ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

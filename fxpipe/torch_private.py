@@ -21,8 +21,7 @@ import torch.fx as fx
 from torch._C import _DisableAutocast
 
 # Tracing again from inside a backend with the batch marked dynamic: no public way exists. Dynamo
-# restarts at once when this exception is raised; with
-# `torch.compile(dynamic=True)` the batch is symbolic from the start.
+# restarts at once when this is raised; with `torch.compile(dynamic=True)` it is symbolic already.
 from torch._dynamo import exc, maybe_mark_dynamic
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
@@ -33,6 +32,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.lowering import lowerings, make_fallback
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging._internal import trace_structured
 from torch._subclasses import FakeTensorMode
@@ -283,12 +283,13 @@ def structured_trace(name: str, text: Callable[[], str]) -> None:
 class AddProductsInPlace(CustomGraphPass):
     """`new = addmm(acc, a, b); copy_(acc, new)` becomes `addmm_(acc, a, b)`.
 
-    So the task had it, before Inductor took its writes apart, which costs two copies of every
-    weight's gradient. Inductor takes writes back for other operators, in the same place.
+    So the task had it, before Inductor took its writes apart: two copies of every gradient.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
         aten = torch.ops.aten
+        if aten.addmm_.default not in lowerings:  # by itself Inductor refuses it where $CI is set
+            make_fallback(aten.addmm_.default, warn=False)
         for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
             accumulator, new = copy.args[:2]
             is_sum = new.target is aten.addmm.default and new.args[0] is accumulator
@@ -384,8 +385,7 @@ def reads_and_writes(
 
     What an operator does to its arguments is in its schema alone, which torch keeps private.
     """
-    read: list[torch.Tensor] = []
-    written: list[torch.Tensor] = []
+    read, written = list[torch.Tensor](), list[torch.Tensor]()
     given = dict(enumerate(arguments)) | keywords
     for i, argument in enumerate(function._schema.arguments):
         found = tensors_within(given.get(i, given.get(argument.name)))
