@@ -215,20 +215,24 @@ class Executor:
 
     def single(self, node: fx.Node) -> Callable[[Slots], None]:
         """A call with one result, whose arguments may hold lists of nodes."""
-        nested: list[Callable[[Slots], Any]] = []
-        for argument in node.args:
-            if isinstance(argument, (list, tuple)):
-                nested.append(self.reader(argument))
-            else:
-                nested.append(first_of(self.reader([argument])))
+        read = self.nested_reader(node.args)
         target, number, frees = node.target, self.place(node), self.free_numbers(node)
 
         def run(slots: Slots) -> None:
-            slots[number] = target(*[read(slots) for read in nested])
+            slots[number] = target(*read(slots))
             for i in frees:
                 slots[i] = None
 
         return run
+
+    def nested_reader(self, arguments: Sequence[Any]) -> Callable[[Slots], Sequence[Any]]:
+        if not any(isinstance(argument, (list, tuple)) for argument in arguments):
+            return self.reader(arguments)
+        nested = [
+            self.reader(a) if isinstance(a, (list, tuple)) else first_of(self.reader([a]))
+            for a in arguments
+        ]
+        return lambda slots: [read(slots) for read in nested]
 
     def free_numbers(self, node: fx.Node) -> tuple[int, ...]:
         return tuple(self.number[n] for n in self.frees.get(node, ()))

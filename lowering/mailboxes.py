@@ -28,6 +28,7 @@ from fxpipe.lowering.links import machine
 CAPACITY = 1 << 26  # bytes of a block; only what was ever used of it takes memory
 LARGEST = CAPACITY // 4  # bytes of a message; larger ones take the process group
 ALIGNMENT = 64
+KEPT = 8  # messages under way until the sender looks which places are free again
 RECORD = struct.Struct("<qqq")  # the tag, where in the block, the bytes
 CREDIT = struct.Struct("<q")  # where in the block
 
@@ -178,7 +179,11 @@ class Outbox:
         """Send what waits, in order, as far as there is place; never blocks. Whether all is out."""
         while self.waiting:
             tag, layout, tensors = self.waiting[0]
+            if len(self.places) >= KEPT:
+                self.free()
             start = self.find_place(layout.size)
+            if start is None and self.free():
+                start = self.find_place(layout.size)
             if start is None:
                 return False
             write(self.block.data_ptr() + start, layout, tensors)
@@ -192,7 +197,6 @@ class Outbox:
 
     def find_place(self, size: int) -> int | None:
         """Where in the block, which is used as a ring, so many bytes are free."""
-        self.free()
         if not self.places:
             return 0
         first, last = self.places[0][0], self.places[-1][1]
@@ -202,15 +206,15 @@ class Outbox:
             return 0 if size < first else None
         return last if size < first - last else None
 
-    def free(self) -> None:
-        """Forget the places that the receiver has given back."""
-        if not self.places:
-            return
+    def free(self) -> bool:
+        """Forget the places that the receiver has given back. Whether there are any."""
+        before = len(self.places)
         with contextlib.suppress(BlockingIOError):
             said = os.read(self.credits, CREDIT.size * len(self.places))
             self.given_back.update(start for (start,) in CREDIT.iter_unpack(said))
         while self.places and self.places[0][0] in self.given_back:
             self.given_back.remove(self.places.popleft()[0])
+        return len(self.places) < before
 
     def __del__(self) -> None:
         close(getattr(self, "records", -1))

@@ -58,3 +58,8 @@ def unpack(buffer: torch.Tensor, spec: Spec) -> torch.Tensor:
     """The received block with the strides that the receiver's tasks expect."""
     order = order_in_memory(spec)
     return buffer.permute([order.index(d) for d in range(len(order))])
+
+
+def lay_out(tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+    """The tensor with the strides of the spec; itself where it has them."""
+    return tensor if tensor.stride() == spec.stride else unpack(pack(tensor, spec), spec)

@@ -231,7 +231,8 @@ class Unsplit:
         entry = program.input(name)
         if entry.role is Role.SIZE:
             return int(entry.size.subs(program.sizes))
-        return self.run.value(Slot(name, microbatch if entry.role in PER_MICROBATCH else None))
+        slot = Slot(name, microbatch if entry.role in PER_MICROBATCH else None)
+        return self.run.plan.fill(slot)(self.run)
 
 
 class Eager:

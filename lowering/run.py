@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from fxpipe.errors import ModelError, RankError
 from fxpipe.log import logger, warn_once
 from fxpipe.lowering.executor import Executor, Instruction, Paused
+from fxpipe.lowering.packing import Spec, lay_out
 from fxpipe.lowering.rank_program import RankProgram, Slot
 from fxpipe.lowering.replay import Replay
 from fxpipe.lowering.static import StaticProgram
@@ -25,6 +26,7 @@ from fxpipe.torch_private import autocast_off
 
 log = logger(__name__)
 Boxes = dict[str, tuple[torch.Tensor, ...]]
+Fill = Callable[["Run"], Any]
 
 
 class Metered(NamedTuple):
@@ -50,11 +52,21 @@ class Plan:
     compared: bool = False  # whether ranks have compared the parameters that they share
     metered: Metered | None = None  # the last step that has run to its end
     recorded: Any = None  # of the same step, where it was: fxpipe.lowering.recording.Recorded
+    fills: dict[int, tuple[Any, tuple[Fill, ...]]] = field(default_factory=dict)  # see fills_of
 
     @cached_property
     def inputs(self) -> Mapping[str, tuple[int, Input]]:
         """name -> (number, entry); those made by passes come after those of the call."""
         return {entry.name: (i, entry) for i, entry in enumerate(self.program.inputs)}
+
+    @cached_property
+    def traced(self) -> Sequence[Mapping[str, Spec]]:
+        """Per microbatch, name of an output's gradient -> how it was traced."""
+        names = {f"grad_{output.name}" for output in self.program.outputs if output.requires_grad}
+        return [
+            {n.name: Spec.of(n.meta["val"]) for n in inputs if n.name in names}
+            for inputs in (p.joint.graph.find_nodes(op="placeholder") for p in self.programs)
+        ]
 
     @cached_property
     def seeds(self) -> Mapping[str, tuple[int, torch.device]]:
@@ -105,6 +117,41 @@ class Plan:
         """The numbers of the outputs that a run computes, in its order."""
         return self.executors[0].program.outputs
 
+    @cached_property
+    def trained(self) -> tuple[int, ...]:
+        """The numbers of the inputs whose gradients this process computes."""
+        names = {name for executor in self.executors for name in executor.program.gradients}
+        return tuple(number for number, entry in self.inputs.values() if entry.name in names)
+
+    def fills_of(self, program: RankProgram | StaticProgram) -> tuple[Fill, ...]:
+        """What fills the slots of a program at the start of a run; found once, as it is needed."""
+        if id(program) not in self.fills:
+            self.fills[id(program)] = program, tuple(map(self.fill, program.slots))
+        return self.fills[id(program)][1]
+
+    def fill(self, slot: Slot) -> Fill:
+        number, entry = self.inputs[slot.name]
+        if entry.role is Role.PROLOGUE:
+            return lambda run: run.prologue[slot.name]
+        if slot.name in self.seeds:
+            place, device = self.seeds[slot.name]
+            row = 0 if slot.microbatch is None else 1 + slot.microbatch
+            return lambda run: run.seeds[device][row][place]
+        if entry.role is Role.SCRATCH:
+            like = self.scratch[slot.name]
+            return lambda run: torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+        if entry.role is Role.SNAPSHOT:
+            source = self.inputs[entry.source][0]
+            return lambda run: run.inputs[source].clone()
+        if slot.microbatch is None:
+            return lambda run: run.inputs[number]
+        if entry.role is Role.SHARE:
+            share = self.shares[slot.microbatch]
+            return lambda run: share
+        start, rows = sum(self.rows[: slot.microbatch]), self.rows[slot.microbatch]
+        dim = entry.batch_dim
+        return lambda run: run.inputs[number].narrow(dim, start, rows).contiguous()
+
 
 def watched(plan: Plan) -> AbstractContextManager[None]:
     """A block in which an error of this process is one of all processes."""
@@ -150,7 +197,7 @@ class Run:
         self.ranks = [
             runner.run(
                 self.transport_for(runner.program),
-                self.values(runner.program),
+                [fill(self) for fill in plan.fills_of(runner.program)],
                 recording.instructions(i) if recording is not None else None,
             )
             for i, runner in enumerate(self.runners)
@@ -164,30 +211,6 @@ class Run:
         assert isinstance(program, RankProgram)  # ranks of several processes run one by one
         self.transport = GroupTransport(program, watch(), self.plan.timeout)
         return self.transport
-
-    def values(self, program: RankProgram | StaticProgram) -> list[Any]:
-        return [self.value(slot) for slot in program.slots]
-
-    def value(self, slot: Slot) -> Any:
-        number, entry = self.plan.inputs[slot.name]
-        if entry.role is Role.PROLOGUE:
-            return self.prologue[slot.name]
-        if slot.name in self.plan.seeds:
-            place, device = self.plan.seeds[slot.name]
-            row = 0 if slot.microbatch is None else 1 + slot.microbatch
-            return self.seeds[device][row][place]
-        if entry.role is Role.SCRATCH:
-            like = self.plan.scratch[slot.name]
-            return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        if entry.role is Role.SNAPSHOT:
-            return self.inputs[self.plan.inputs[entry.source][0]].clone()
-        if slot.microbatch is None:
-            return self.inputs[number]
-        if entry.role is Role.SHARE:
-            return self.plan.shares[slot.microbatch]
-        start = sum(self.plan.rows[: slot.microbatch])
-        rows = self.plan.rows[slot.microbatch]
-        return self.inputs[number].narrow(entry.batch_dim, start, rows).contiguous()
 
     def start(self) -> tuple[Any, ...]:
         """Run to the end, or to the pause before the backward; the outputs."""
@@ -263,10 +286,22 @@ class Run:
                 continue
             if output.join is Join.CONCATENATE:
                 chunks = given[number].split(list(self.plan.rows), output.dim)
-                parts += [chunk.contiguous() for chunk in chunks]
             else:
-                parts += [given[number]] * len(self.plan.rows)
+                chunks = (given[number],) * len(self.plan.rows)
+            name = f"grad_{output.name}"
+            parts += [lay_out(c, specs[name]) for c, specs in zip(chunks, self.plan.traced)]
         return tuple(parts)
+
+
+def pipelined(plan: Plan, inputs: Sequence[Any], seed: int, recording: Recording | None) -> Any:
+    """A step's outputs, linked by autograd to the inputs whose gradients this process computes.
+
+    Others would cost microseconds each. A rank that computes none still has a backward.
+    """
+    trained = [inputs[number] for number in plan.trained] or [
+        value for value in inputs if isinstance(value, torch.Tensor) and value.requires_grad
+    ][:1]
+    return PipelinedStep.apply(plan, inputs, seed, recording, *trained)
 
 
 class PipelinedStep(torch.autograd.Function):
@@ -274,11 +309,15 @@ class PipelinedStep(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, seed: int, recording: Recording | None, *inputs: Any
+        ctx: Any,
+        plan: Plan,
+        inputs: Sequence[Any],
+        seed: int,
+        recording: Recording | None,
+        *trained: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.run = Run(plan, inputs, seed, recording)
         ctx.plan = plan
-        ctx.count = len(inputs)
         outputs: tuple[Any, ...] = ctx.run.start()
         described = [plan.program.outputs[number] for number in plan.outputs]
         ctx.mark_non_differentiable(
@@ -307,8 +346,8 @@ class PipelinedStep(torch.autograd.Function):
             by = output_gradients[plan.outputs.index(plan.program.loss)]
             refuse_late_scale(plan, by)
             gradients = scaled(run.gradients, by)
-        names = [entry.name for entry in plan.program.inputs[: ctx.count]]
-        return (None, None, None, *(gradients.get(name) for name in names))
+        found = [gradients.get(plan.program.inputs[number].name) for number in plan.trained]
+        return (None, None, None, None, *(found or [None]))
 
 
 def refuse_late_scale(plan: Plan, by: torch.Tensor) -> None:
@@ -342,7 +381,7 @@ def prologue_values(program: Program, inputs: Sequence[Any]) -> dict[str, torch.
         return {}
     names = [entry.name for entry in program.inputs if entry.role is Role.PROLOGUE]
     with torch.no_grad():
-        values = program.prologue(*inputs)
+        values = program.prologue.forward(*inputs)
     return {name: torch.as_tensor(value) for name, value in zip(names, values)}
 
 

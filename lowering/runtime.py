@@ -36,7 +36,7 @@ from fxpipe.lowering.memory_plan import memory_text
 from fxpipe.lowering.metrics import register
 from fxpipe.lowering.parity import find_difference, refuse_difference
 from fxpipe.lowering.rank_program import RankProgram
-from fxpipe.lowering.run import PipelinedStep, Plan, Run, prologue_values, watched
+from fxpipe.lowering.run import Plan, Run, pipelined, prologue_values, watched
 from fxpipe.lowering.tasks import TaskCompiler
 from fxpipe.lowering.tracing import FirstSteps, begin_recording
 from fxpipe.options import Options
@@ -80,7 +80,7 @@ class Step:
         recording = begin_recording(plan, self.first_steps)
         with watched(plan):
             if self.capture.training:
-                tensors = PipelinedStep.apply(plan, seed, recording, *inputs)
+                tensors = pipelined(plan, inputs, seed, recording)
             else:
                 with torch.no_grad():
                     tensors = Run(plan, inputs, seed, recording).start()

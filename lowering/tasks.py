@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxpipe.lowering.lean import lean
 from fxpipe.text import format_value
 from fxpipe.torch_private import inductor_compile
 
@@ -34,8 +35,7 @@ class TaskCompiler:
 
     def compile(self, graph: fx.GraphModule) -> Compiled:
         inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-        compiled: Compiled = inductor_compile(graph, inputs)
-        return compiled
+        return lean(*inductor_compile(graph, inputs))
 
 
 def structure_of(graph: fx.GraphModule) -> str:

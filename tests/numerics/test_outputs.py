@@ -187,3 +187,29 @@ def test_logits_alone_without_a_backward_cost_nothing_later() -> None:
     step(batch()[0])[0].sum().backward()
     twin(batch()[0])[0].sum().backward()
     assert_same_gradients(model, twin)
+
+
+class Turned(nn.Module):
+    """An output that lies in memory as its transpose; the backward takes views of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh().mT).mT * 2
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_gradient_from_outside_may_lie_in_any_order(lowering: str, turned: bool) -> None:
+    model = seeded(Turned)
+    plain, x = copy.deepcopy(model), torch.randn(7, 5, 4, dtype=torch.float64)
+    step = pipelined(model, lowering=lowering)
+    outputs = step(x), plain(x)
+    given = torch.randn(7, 5, 6, dtype=torch.float64)
+    given = given.mT.contiguous().mT if turned else given
+    for output in outputs:
+        output.backward(given)
+    torch.testing.assert_close(*outputs)
+    assert_same_gradients(model, plain)

@@ -113,7 +113,7 @@ def test_inductor_adds_in_place_without_a_copy() -> None:
     accumulate(graph, nodes["acc"], nodes["v"], kept=set())
     graph.output((nodes["b"],))
     given = [torch.ones(2, 2), torch.ones(2, 2), torch.eye(2)]
-    compiled, code = run_and_get_code(inductor_compile, fx.GraphModule({}, graph), given)
+    (compiled, _), code = run_and_get_code(inductor_compile, fx.GraphModule({}, graph), given)
     compiled(*given)
     assert given[0].tolist() == [[2, 2], [2, 2]]
     assert "addmm_" in code[0]
