@@ -52,6 +52,8 @@ ALONG_REST = {
     "instance_norm": 2,
     **dict.fromkeys("interpolate upsample upsample_bilinear upsample_nearest".split(), 2),
     "grid_sample": 1,
+    # Of evaluation without gradients, where the batch comes first.
+    **dict.fromkeys(("transformer_encoder_layer_fwd", "native_multi_head_attention"), 1),
 }
 WINDOWED = re.compile(r"(conv|conv_transpose|\w*pool)(\d)d(?:_with_indices)?")
 RESHAPES = frozenset("view view_as reshape reshape_as flatten unflatten ravel".split())

@@ -11,11 +11,13 @@ import torch.fx as fx
 
 from fxpipe.checker import check_schedule
 from fxpipe.lowering.tasks import TaskCompiler
+from fxpipe.passes import TraceJoint
+from fxpipe.program import Program
 from fxpipe.schedule import Kind
 from tests.fuzz.batches import make_batch
 from tests.fuzz.models import RandomModel
 from tests.fuzz.plans import random_order, random_plan, random_sizes
-from tests.fuzz.run import PLANS, Run, counted, fuzz, run, uses_inductor
+from tests.fuzz.run import PLANS, Run, counted, fuzz, run, trial_of, uses_inductor
 from tests.fuzz.trial import Calls, compare
 
 # The seeds start elsewhere than `make fuzz`, so that both together see more. Six plans of each of
@@ -41,6 +43,21 @@ def test_a_batch_of_one_row_on_replicated_stages_ends() -> None:
 def test_a_seed_is_the_same_run_whatever_ran_before() -> None:
     first = fuzz(8)
     assert [fuzz(7).seed, fuzz(9).seed, fuzz(8)] == [7, 9, first]
+
+
+def test_plans_of_a_model_share_its_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[bool, tuple[int, ...]]] = []
+    trace = TraceJoint.__call__
+
+    def call(self: TraceJoint, program: Program) -> Program:
+        sizes.append((program.training, tuple(program.sizes.values())))
+        return trace(self, program)
+
+    monkeypatch.setattr(TraceJoint, "__call__", call)
+    trial_of.cache_clear()
+    first = PLANS + 1  # a seed that does not go the whole way
+    assert all(fuzz(first + i).outcome == "equal" for i in range(8))
+    assert sizes and len(sizes) == len(set(sizes))
 
 
 def test_a_difference_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,7 @@ class Trial:
     def step(self, captured: Capture) -> Step:
         if id(captured) not in self.steps:
             made = default_pipeline(self.options)
-            pipeline = SharedFront(made.passes, made.optional, made.options, self.fronts)
+            pipeline = SharedFront(made.passes, made.optional, made.options, known=self.fronts)
             self.steps[id(captured)] = Step(captured, self.options, pipeline, world_size=1)
         return self.steps[id(captured)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,10 @@ import torch
 import torch.fx as fx
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.fx.experimental import _config as symbolic_shapes
 
 from fxpipe.backend import fxpipe
-from fxpipe.errors import OptionError
+from fxpipe.errors import CaptureError, OptionError
 from tests.numerics.models import (
     GPT,
     MLP,
@@ -231,6 +232,95 @@ def test_batch_dims_names_an_argument_or_is_refused() -> None:
     step = pipelined(seeded(MLP), batch_dims={"z": 1})
     with pytest.raises(OptionError, match="batch_dims names 'z', .*the tensor arguments are x, y"):
         step(normal(4, 6), normal(4, 6))
+
+
+NO_SUCH_DIMENSION = r"batch_dims\['x'\] is 5, but 'x' has 2 dimensions \(0 to 1\); write the "
+FIXED = r"takes the size 6 of dimension 0 of 'y' as fixed"
+WRONG_DIMS = {
+    "no such dimension": ({"x": 5}, NO_SUCH_DIMENSION),
+    "nor in the other": ({"x": 5, "y": 5}, NO_SUCH_DIMENSION),
+    "rows beside a whole": ({"x": None}, FIXED),
+    "rows beside columns": ({"x": 1}, r"takes the size 7 of dimension 1 of 'x' and the size 6 of "),
+}
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("name", WRONG_DIMS)
+def test_wrong_batch_dims_are_refused_whatever_ran_before(name: str, before: bool) -> None:
+    dims, told = WRONG_DIMS[name]
+    x, y = normal(6, 7), normal(6, 7, seed=1)
+    if before:
+        pipelined(seeded(lambda: MLP(7)))(x, y).backward()
+        torch.compiler.reset()
+    with pytest.raises(OptionError, match=told):
+        pipelined(seeded(lambda: MLP(7)), batch_dims=dims)(x, y)
+
+
+def test_wrong_batch_dims_are_refused_where_dynamo_knows_other_sizes() -> None:
+    pipelined(seeded(lambda: MLP(7)))(normal(4, 7), normal(4, 7))
+    pipelined(seeded(lambda: MLP(7)))(normal(5, 7), normal(5, 7))
+    with pytest.raises(OptionError, match="batch_dims.*'x'.* is None|takes the size 6 of"):
+        pipelined(seeded(lambda: MLP(7)), batch_dims={"x": None})(normal(6, 7), normal(6, 7))
+
+
+def test_arguments_and_duck_shapes_are_left_as_they_were() -> None:
+    x, y = normal(6, 6), normal(6, 6)
+    torch._dynamo.maybe_mark_dynamic(y, 1)
+    marks = dict(y.__dict__)
+    pipelined(seeded(MLP))(x, y).backward()
+    assert x.__dict__ == {} and y.__dict__ == marks == y.__dict__ | {
+        "_dynamo_weak_dynamic_indices": {1}
+    }
+    with pytest.raises(CaptureError):
+        pipelined(seeded(lambda: Fixed(print)))(x)
+    assert x.__dict__ == {} and symbolic_shapes.use_duck_shape
+
+
+class Fixed(nn.Module):
+    """A batch of six rows, written as a number."""
+
+    def __init__(self, then: Callable[..., object] = abs) -> None:
+        super().__init__()
+        self.first, self.second, self.then = nn.Linear(6, 6), nn.Linear(6, 6), then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).view(6, 2, 3).flatten(1)
+        self.then(x)
+        return self.second(x).square().mean()
+
+
+def test_a_batch_that_is_a_number_in_the_model_runs_as_one_and_says_so(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxpipe.log._warned", set())
+    model = seeded(Fixed)
+    step = pipelined(model)
+    for _ in range(2):
+        assert_equals_eager(model, step, normal(6, 6))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1, told
+    assert told[0].startswith("3 microbatches are asked for, but the step runs as one: the model ")
+    assert "the size 6 of dimension 0 of 'x' as fixed" in told[0]
+
+
+@pytest.mark.parametrize(("rows", "dims", "told"), [(1, {}, 0), (6, {"x": None, "y": None}, 1)])
+def test_one_row_is_no_warning_and_nothing_to_split_is_one(
+    rows: int,
+    dims: dict[str, None],
+    told: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("fxpipe.log._warned", set())
+    model = seeded(MLP)
+    assert_equals_eager(model, pipelined(model, batch_dims=dims), normal(rows, 6), normal(rows, 6))
+    assert caplog.text.count("no argument of the call has a dimension to split") == told
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) == told
+
+
+def test_an_empty_batch_is_named() -> None:
+    with pytest.raises(CaptureError, match="the argument 'x' has a batch of 0 rows, of which"):
+        pipelined(seeded(MLP))(normal(0, 6), normal(0, 6))
 
 
 def test_keyword_arguments_are_split_like_others() -> None:

@@ -213,3 +213,35 @@ def test_a_gradient_from_outside_may_lie_in_any_order(lowering: str, turned: boo
         output.backward(given)
     torch.testing.assert_close(*outputs)
     assert_same_gradients(model, plain)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.encoder(x)
+        attended, weights = self.attention(h, h, h)
+        return attended + weights.sum(1).mean()
+
+
+class Encoding(Attending):
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.encoder(x)
+        return self.attention(h, h, h)
+
+
+def test_the_fast_paths_of_evaluation_keep_rows_apart() -> None:
+    model = seeded(Encoding).eval()
+    x = torch.randn(5, 3, 8, dtype=torch.float64)
+    with torch.no_grad():
+        for mine, other in zip(pipelined(model)(x), model(x), strict=True):
+            torch.testing.assert_close(mine, other)
+
+
+def test_a_mean_over_rows_behind_a_fast_path_is_refused() -> None:
+    model = seeded(Attending).eval()
+    with torch.no_grad(), pytest.raises(ModelError, match="weights.sum"):
+        pipelined(model)(torch.randn(5, 3, 8, dtype=torch.float64))
