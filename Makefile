@@ -59,7 +59,7 @@ bench: $(VENV)/.installed-test compiler ## run the benchmarks (BENCH_ARGS="--pre
 	mkdir -p build
 	$(BIN)/python benchmarks/suite.py --preset medium small deep --json build/bench.json \
 	  --picture build/bench.png $(BENCH_ARGS)
-	set -e; for name in host_cost pairs simulated_against_measured simulator; do \
+	set -e; for name in host_cost step_cost pairs simulated_against_measured simulator; do \
 	  echo "$$name"; $(BIN)/python benchmarks/$$name.py; done
 
 gpu-check: $(VENV)/.installed ## check on a GPU what needs one, in six minutes (gpu-check.json)

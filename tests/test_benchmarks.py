@@ -184,3 +184,12 @@ def test_every_part_of_the_suite_runs(tmp_path: Path) -> None:
         assert part in asked
     assert all(bar["what"] in printed for bar in results["bars"])
     assert "only their ratios say something" in printed
+
+
+@pytest.mark.long
+def test_the_cost_of_a_step_without_its_tasks_is_told_by_part() -> None:
+    command = [sys.executable, str(FOLDER / "step_cost.py"), "--preset", "tiny", "--steps", "5"]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    whole, *parts = (int(line.split()[0]) for line in lines.splitlines())
+    assert len(parts) == 13 and parts == sorted(parts, reverse=True)
+    assert 0 < sum(parts) < 10 * whole
