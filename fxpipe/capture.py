@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +13,14 @@ import torch.fx as fx
 
 from fxpipe import torch_private
 from fxpipe.aliases import Aliases, take_aliases
+from fxpipe.batch import (
+    batch_sizes,
+    check_found,
+    check_names,
+    check_range,
+    find_batch_symbol,
+    mark_batch,
+)
 from fxpipe.errors import CaptureError, OptionError
 from fxpipe.options import Options
 from fxpipe.program import Input, Join, Output, Program, Role, tensors_of, where
@@ -60,8 +67,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options)
     ask_for_symbolic_batch(placeholders, example_inputs, options)
     tie_sizes(gm, example_inputs)
     inputs = [classify(node, value) for node, value in zip(placeholders, example_inputs)]
-    check_batch_dims(inputs, options)
+    check_names(inputs, options)
     batch_symbol = find_batch_symbol(placeholders, inputs, options)
+    check_found(placeholders, inputs, example_inputs, batch_symbol, options)
     inputs = [mark_batch(node, i, batch_symbol, options) for node, i in zip(placeholders, inputs)]
     names = unique_names(inputs)
     inputs = [replace(i, name=name) for i, name in zip(inputs, names)]
@@ -110,23 +118,16 @@ def refuse_piece_of_a_model() -> None:
 def ask_for_symbolic_batch(
     placeholders: Sequence[fx.Node], values: Sequence[Any], options: Options
 ) -> None:
-    dims = []
-    for node, value in zip(placeholders, values):
-        if not isinstance(value, torch.Tensor) or not torch_private.is_call_argument(node):
-            continue
-        dim = batch_dim(user_path(torch_private.source_name(node)), options)
-        if dim is not None and dim < value.dim() and value.shape[dim] > 1:
-            dims.append((value, dim))
+    arguments = {
+        user_path(torch_private.source_name(node)): value
+        for node, value in zip(placeholders, values)
+        if isinstance(value, torch.Tensor) and torch_private.is_call_argument(node)
+    }
+    check_range(arguments, options)
+    sizes = batch_sizes(arguments, options)
+    dims = [(arguments[path], dim) for path, (dim, size) in sizes.items() if size > 1]
     if dims:
         torch_private.trace_again_with_dynamic_dims(dims)
-
-
-def batch_dim(path: str, options: Options) -> int | None:
-    """The dimension that may hold the batch: 0 unless `batch_dims` says otherwise."""
-    for name, dim in options.batch_dims.items():
-        if path == name or path.startswith(f"{name}."):
-            return dim
-    return 0
 
 
 def tie_sizes(gm: fx.GraphModule, values: Sequence[Any]) -> None:
@@ -242,46 +243,6 @@ def classify(node: fx.Node, value: Any) -> Input:
     else:
         role = Role.BUFFER
     return Input(node.name, role, path, requires_grad=requires_grad)
-
-
-def check_batch_dims(inputs: Sequence[Input], options: Options) -> None:
-    paths = [i.path for i in inputs if i.role is Role.WHOLE]
-    for name in options.batch_dims:
-        if not any(path == name or path.startswith(f"{name}.") for path in paths):
-            raise OptionError(
-                f"batch_dims names {name!r}, which is no tensor argument of the call; "
-                f"the tensor arguments are {', '.join(paths) or 'none'}"
-            )
-
-
-def find_batch_symbol(
-    placeholders: Sequence[fx.Node], inputs: Sequence[Input], options: Options
-) -> sympy.Symbol | None:
-    """The symbol that most arguments have in their batch dimension; the first of equals."""
-    votes: Counter[sympy.Symbol] = Counter()
-    for node, entry in zip(placeholders, inputs):
-        size = leading_size(node, entry, options)
-        if isinstance(size, sympy.Symbol):
-            votes[size] += 1
-    return votes.most_common(1)[0][0] if votes else None
-
-
-def leading_size(node: fx.Node, entry: Input, options: Options) -> sympy.Expr | None:
-    if entry.role is not Role.WHOLE:
-        return None
-    shape = node.meta["example_value"].shape
-    dim = batch_dim(entry.path, options)
-    if dim is None or dim >= len(shape):
-        return None
-    return torch_private.expression(shape[dim])
-
-
-def mark_batch(
-    node: fx.Node, entry: Input, batch_symbol: sympy.Symbol | None, options: Options
-) -> Input:
-    if batch_symbol is None or leading_size(node, entry, options) != batch_symbol:
-        return entry
-    return replace(entry, role=Role.BATCH, batch_dim=batch_dim(entry.path, options))
 
 
 def unique_names(inputs: Sequence[Input]) -> list[str]:

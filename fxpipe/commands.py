@@ -63,6 +63,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Picture = Annotated[
     Path | None, typer.Option(help="Draw time as rows of boxes into this .svg, .png or .pdf.")
 ]
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="script.py:name or package.module:name of a model, or of a function that returns "
+        "model, or (model, args), or (model, args, kwargs)"
+    ),
+]
+BackendOptions = Annotated[
+    list[str] | None,
+    typer.Option("--option", "-o", help="An option of the backend: -o stages=2"),
+]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option("--input", "-i", help="A random argument: float:8x16, int:8x128:512, bool:8"),
+]
 
 
 @app.command()
@@ -152,21 +167,9 @@ def compare(
 
 @app.command()
 def check(
-    target: Annotated[
-        str,
-        typer.Argument(
-            help="script.py:name or package.module:name of a model, or of a function that returns "
-            "model, or (model, args), or (model, args, kwargs)"
-        ),
-    ],
-    options: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-o", help="An option of the backend: -o stages=2"),
-    ] = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", "-i", help="A random argument: float:8x16, int:8x128:512, bool:8"),
-    ] = None,
+    target: Target,
+    options: BackendOptions = None,
+    inputs: Inputs = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 2,
     dtype: Annotated[
         str, typer.Option(help="What the model and its inputs are cast to.")

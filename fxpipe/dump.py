@@ -3,7 +3,6 @@ torch's structured trace."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fxpipe.explain_program import explain_program
+from fxpipe.files import make_folder, write_json, write_text
 from fxpipe.options import Options
 from fxpipe.program import Program
 from fxpipe.torch_private import structured_trace
@@ -20,6 +20,7 @@ from fxpipe.views.snapshot import output_codes, snapshot
 # What the files of a dump that are no text are called.
 PASSES, CODES, PAGE = "passes.json", "output-code.json", "index.html"
 EXPLANATION = "explanation.json"
+HOW = "the option dump, or FXPIPE_DUMP,"  # to name the folder
 
 
 class Dump:
@@ -85,13 +86,11 @@ class Dump:
         text = cache(text)
         structured_trace(f"fxpipe_{self.name}_{name}", text)
         if self.folder is not None and (every_rank or is_lowest_rank()):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / f"{name}.txt").write_text(text() + "\n")
+            write_text(make_folder(self.folder, "the dump", HOW) / f"{name}.txt", text() + "\n")
 
     def write_json(self, name: str, value: Callable[[], Any]) -> None:
         if self.folder is not None and is_lowest_rank():
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / name).write_text(json.dumps(value()) + "\n")
+            write_json(make_folder(self.folder, "the dump", HOW) / name, value())
 
     def page(self) -> None:
         """Write `index.html` over the files that are there."""

@@ -57,8 +57,9 @@ class PassError(FxpipeError, RuntimeError):
 class ParityError(FxpipeError, AssertionError):
     """A checked step gives other numbers than plain eager.
 
-    The message names the first task and line that differs. If that is not by contract (random
-    numbers, BatchNorm), it is a defect of fxpipe: report it with the dump.
+    The message names the first task and line that differs, and passes of your own that may be the
+    cause: leave those out first. What then differs, and not by contract (random numbers,
+    BatchNorm), is a defect of fxpipe: report it with the dump.
     """
 
 

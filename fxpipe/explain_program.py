@@ -13,6 +13,7 @@ from fxpipe.estimate import estimated_costs, flops_of, operators
 from fxpipe.explanation import EdgeFacts, Explanation, PassFacts, RankFacts, StageFacts
 from fxpipe.flops import bytes_of, elements
 from fxpipe.messages import without_messages
+from fxpipe.messages_of_step import Message, messages_of
 from fxpipe.modules import modules_by_stage
 from fxpipe.options import Options
 from fxpipe.program import Program
@@ -23,9 +24,15 @@ from fxpipe.text import format_type
 from fxpipe.text_grid import grid
 
 
-def explain_program(program: Program, rows: Sequence[int]) -> Explanation:
-    """program: of the first microbatch, after the last pass. rows: of every microbatch."""
+def explain_program(
+    program: Program, rows: Sequence[int], programs: Sequence[Program] = ()
+) -> Explanation:
+    """program: of the first microbatch, after the last pass. rows: of every microbatch.
+
+    programs: of every microbatch; where they are not given, each counts as the first.
+    """
     schedule = without_messages(program.schedule)
+    messages = messages_of(programs or (program,) * program.num_microbatches, listeners(schedule))
     timeline = simulate(schedule, estimated_costs(program))
     edges = {(min(e.source, e.target), max(e.source, e.target)) for e in program.edges}
     return Explanation(
@@ -36,7 +43,7 @@ def explain_program(program: Program, rows: Sequence[int]) -> Explanation:
         grid(schedule, forward_edges=edges),
         tuple(stages_of(program)),
         tuple(edges_of(program)),
-        tuple(ranks_of(schedule, timeline)),
+        tuple(ranks_of(schedule, timeline, messages)),
         float(timeline.makespan),
         float(timeline.bubble_flush),
         tuple(PassFacts(name, on) for name, on in program.passes),
@@ -81,8 +88,16 @@ def edges_of(program: Program) -> list[EdgeFacts]:
     ]
 
 
-def ranks_of(schedule: Schedule, timeline: Timeline) -> list[RankFacts]:
-    links = timeline.links
+def listeners(schedule: Schedule) -> Sequence[int]:
+    """The ranks that get the model's outputs: all processes, or the first rank of the only one."""
+    group = torch.distributed
+    alone = not group.is_available() or not group.is_initialized() or group.get_world_size() == 1
+    return (0,) if alone else range(schedule.num_ranks)
+
+
+def ranks_of(
+    schedule: Schedule, timeline: Timeline, messages: Sequence[Message]
+) -> list[RankFacts]:
     return [
         RankFacts(
             rank,
@@ -90,8 +105,8 @@ def ranks_of(schedule: Schedule, timeline: Timeline) -> list[RankFacts]:
             float(timeline.weights[rank]),
             float(timeline.weights[rank] + timeline.peak_activations[rank]),
             float(timeline.busy[rank]),
-            timeline.messages(rank),
-            float(sum(link.bytes for (source, _), link in links.items() if source == rank)),
+            sum(message.source == rank for message in messages),
+            float(sum(message.nbytes for message in messages if message.source == rank)),
         )
         for rank in range(schedule.num_ranks)
     ]

@@ -41,7 +41,8 @@ class RankFacts:
     """One rank, as it is predicted: seconds, bytes, and messages of one step.
 
     weights: bytes of parameters and their gradients. peak: those, and the most that is saved at
-    once. sent: bytes. busy: seconds of computing.
+    once. messages, sent: how many it sends and their bytes, all of them: values for other stages,
+    sums of the gradients that ranks share, outputs. busy: seconds of computing.
     """
 
     rank: int

@@ -106,7 +106,7 @@ class Options:
 
     stages: int | tuple[str, ...] | Literal["auto"] | None = option(
         either(whole, word("auto"), paths),
-        "a number of stages, a list of different module paths, or 'auto'",
+        "a number of stages of at least 1, a list of different module paths, or 'auto'",
         2,
         "number of stages, or the paths of the modules where stages 1, 2, ... begin, or `'auto'`; "
         "None: as many as ranks under torchrun, else 1",

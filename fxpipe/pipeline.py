@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fxpipe.dump import Dump
@@ -29,6 +29,18 @@ def shown(pass_: Pass) -> str:
     """`AssignStages()`, or the name of a function, whose own text holds an address."""
     text = repr(pass_)
     return name_of(pass_) if text.startswith("<") else text
+
+
+def blame(extra: Iterable[str]) -> str:
+    """The end of a message about a fault after these passes of the user's; empty without any."""
+    names = list(extra)
+    if not names:
+        return ""
+    off = ", ".join(f"{name!r}: False" for name in names)
+    return (
+        f"; before it ran what extra_passes adds, {', '.join(names)}, which may be the cause: try "
+        f"passes={{{off}}}"
+    )
 
 
 def is_any(pass_: Pass, passes: Sequence[Pass]) -> bool:
@@ -161,6 +173,7 @@ class Pipeline:
 
     def run(self, number: int, pass_: Pass, program: Program) -> Program:
         check = self.options.check or name_of(pass_) in self.extra
+        earlier = self.extra_before(number)
         before = str(program) if check else None
         try:
             changed = pass_(program)
@@ -169,7 +182,7 @@ class Pipeline:
         except Exception as error:
             raise PassError(
                 f"pass {number}/{len(self.passes)} {shown(pass_)} failed: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}{earlier}"
             ) from error
         if not isinstance(changed, Program):
             raise PassError(
@@ -181,5 +194,12 @@ class Pipeline:
                 raise PassError(
                     f"{shown(pass_)} changed the program that it was given; return a new one"
                 )
-            verify(changed, name_of(pass_))
+            verify(changed, name_of(pass_), earlier)
         return changed
+
+    def extra_before(self, number: int) -> str:
+        """Says which of the user's passes ran before one of fxpipe's own that finds a fault."""
+        if name_of(self.passes[number - 1]) in self.extra:
+            return ""
+        ran = [p for p in self.passes[: number - 1] if name_of(p) in self.extra and self.is_on(p)]
+        return blame(map(name_of, ran))

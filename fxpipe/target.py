@@ -113,7 +113,10 @@ def read_options(texts: Sequence[str]) -> Mapping[str, Any]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals:
-            raise OptionError(f"the option {text!r} has no value; write for instance stages=2")
+            raise OptionError(
+                f"the option {text!r} has no value; write for instance -o stages=2 (a file is "
+                f"named by --output)"
+            )
         try:
             options[name.strip()] = json.loads(value)
         except json.JSONDecodeError:

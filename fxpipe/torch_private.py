@@ -11,6 +11,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple
@@ -27,7 +29,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import RestartAnalysis as RestartAnalysis
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._guards import TracingContext, tracing
+from torch._guards import CompileContext, TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -47,8 +49,11 @@ from torch.utils._pytree import tree_map as tree_map
 autocast_off = _DisableAutocast
 # Copies tensors into others, on a GPU in few launches.
 copy_all = torch._foreach_copy_
+# What maybe_mark_dynamic sets on a tensor.
+MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 
-_tracing_again = False
+_again = list[Any]()  # the compilation in which another trace was asked for
+_undo = list[Callable[[], None]]()  # what takes back what was set for that trace
 
 
 class TraceAgain(exc.TensorifyScalarRestartAnalysis, exc.UnspecializeRestartAnalysis):
@@ -64,15 +69,35 @@ def trace_again_with_dynamic_dims(dims: Sequence[tuple[torch.Tensor, int]]) -> N
     Returns only in that second trace. Duck shaping is off for it: equal sizes get one symbol only
     where the model itself makes them equal, so a table of 8 rows is never taken for a batch of 8.
     """
-    global _tracing_again
-    again = _tracing_again and all(is_marked_dynamic(tensor, dim) for tensor, dim in dims)
-    _tracing_again = not again
-    symbolic_config.use_duck_shape = again
-    if again:
-        return
+    compilation = CompileContext.try_get()
+    asked = any(known is compilation for known in _again)
+    if asked and all(is_marked_dynamic(tensor, dim) for tensor, dim in dims):
+        return take_back_marks()
+    if not asked:
+        take_back_marks()
+        _again.append(compilation)
+    _undo.append(
+        partial(setattr, symbolic_config, "use_duck_shape", symbolic_config.use_duck_shape)
+    )
+    symbolic_config.use_duck_shape = False
     for tensor, dim in dims:
+        before = {name: copy(tensor.__dict__[name]) for name in MARKS if name in tensor.__dict__}
+        _undo.append(partial(set_marks, tensor, before))
         maybe_mark_dynamic(tensor, dim)
     raise TraceAgain(restart_reason="fxpipe: symbolic batch dimension")
+
+
+def take_back_marks() -> None:
+    """What a later trace must not find: a tensor keeps its marks, whatever it is given to next."""
+    _again.clear()
+    while _undo:
+        _undo.pop()()
+
+
+def set_marks(tensor: torch.Tensor, marks: dict[str, Any]) -> None:
+    for name in MARKS:
+        tensor.__dict__.pop(name, None)
+    tensor.__dict__.update(marks)
 
 
 def guard_on_hooks() -> None:
@@ -87,22 +112,6 @@ def is_marked_dynamic(tensor: torch.Tensor, dim: int) -> bool:
     """Whether Dynamo was told to keep this dimension symbolic, or by the user to keep it static."""
     marks = ("_dynamo_weak_dynamic_indices", "_dynamo_dynamic_indices", "_dynamo_static_indices")
     return any(dim in getattr(tensor, mark, ()) for mark in marks)
-
-
-def source_name(placeholder: fx.Node) -> str:
-    """Where a Dynamo input comes from, as Dynamo writes it: `L['self']._modules['head']...`."""
-    source = placeholder.meta["grapharg"].source
-    return source.name if isinstance(source.name, str) else source.name()
-
-
-def is_call_argument(placeholder: fx.Node) -> bool:
-    """Whether a Dynamo input is an argument of the compiled call, not state of a module."""
-    source = placeholder.meta["grapharg"].source
-    kind = source.guard_source
-    kind = kind() if callable(kind) else kind
-    in_module = kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()
-    in_module |= bool(re.search(r"\._(parameters|buffers|modules)\[", source_name(placeholder)))
-    return source_name(placeholder).startswith("L[") and not in_module
 
 
 def graph_break_reason(gm: fx.GraphModule) -> tuple[str, Any] | None:
@@ -139,6 +148,7 @@ class Traced(NamedTuple):
     fullgraph: bool
     traces: int  # that it has made before, as far as they count for its limit
     limit: int  # after so many it leaves further ones to Python
+    model: torch.nn.Module | None  # None where it is a function
 
 
 def now_traced() -> Traced | None:
@@ -154,23 +164,32 @@ def now_traced() -> Traced | None:
             given = getattr(found.get("frame"), "f_locals", {})
             own = given.get("fn", given.get(next(iter(traced.co_varnames), "")))
             own = getattr(own, "__self__", own)  # torch wraps the forward of modules of its own
-            name = traced.co_name
+            name, model = traced.co_name, None
             if isinstance(own, torch.nn.Module):
-                name = type(own).__name__
+                name, model = type(own).__name__, own
                 traced = getattr(type(own).forward, "__code__", traced)
             made = found["cache_size"].num_cache_entries_with_same_id_matched_objs
             place = f"{traced.co_filename}:{traced.co_firstlineno}"
             limit = torch._dynamo.config.recompile_limit
-            return Traced(name, place, backend, bool(found.get("one_graph")), made, limit)
+            full = bool(found.get("one_graph"))
+            return Traced(name, place, backend, full, made, limit, model)
         frame = frame.f_back
     return None
 
 
-def on_frame_left_to_python(told: Callable[[Traced, str], None]) -> None:
-    """Have `told` called, with a reason, where Dynamo gives up on what a compiled call calls.
+class Lasting(list[Any]):
+    """Callbacks of which `torch._dynamo.reset()` leaves ours, or a later model went unnoticed."""
 
-    The backend is not called then; Dynamo has public callbacks for the end of a compilation, which
-    are not told what it was of. `torch._dynamo.reset()` forgets them.
+    def clear(self) -> None:
+        self[:] = [callback for callback in self if hasattr(callback, "fxpipe")]
+
+
+def on_frame_left_to_python(told: Callable[[Traced, str, str], None]) -> None:
+    """Have `told` called where Dynamo gives up on what a compiled call calls.
+
+    It gets a reason and the line that is it, "" where Dynamo does not tell. The backend is not
+    called then; Dynamo has public callbacks for the end of a compilation, which are not told what
+    it was of.
     """
     before: list[tuple[int, int]] = []
 
@@ -178,6 +197,7 @@ def on_frame_left_to_python(told: Callable[[Traced, str], None]) -> None:
         before[:] = [graphs_and_breaks()]
 
     def ended(about: Any) -> None:
+        take_back_marks()
         error, reasons = sys.exc_info()[1], list(counters["graph_break"])
         graphs, breaks = graphs_and_breaks()
         nothing_came = error is None and bool(before) and before[0][0] == graphs
@@ -185,17 +205,42 @@ def on_frame_left_to_python(told: Callable[[Traced, str], None]) -> None:
             error = exc.Unsupported(reasons[-1])
         traced = now_traced() if isinstance(error, exc.Unsupported) else None
         if traced is not None and frame_left_to_python() is None:
-            told(traced, next(iter(str(error).strip().splitlines()), "unknown"))
+            reason = next(iter(str(error).strip().splitlines()), "unknown")
+            told(traced, reason, own_line(getattr(error, "real_stack", None) or ()))
 
-    ended.fxpipe = True  # type: ignore[attr-defined]
-    if not any(hasattr(callback, "fxpipe") for callback in callback_handler.end_callbacks):
-        callback_handler.register_start_callback(started)
-        callback_handler.register_end_callback(ended)
+    known = callback_handler.end_callbacks
+    if not any(hasattr(callback, "fxpipe") for callback in known):
+        started.fxpipe = ended.fxpipe = True  # type: ignore[attr-defined]
+        callback_handler.start_callbacks = Lasting([*callback_handler.start_callbacks, started])
+        callback_handler.end_callbacks = Lasting([*known, ended])
+
+
+def own_line(stack: Sequence[traceback.FrameSummary]) -> str:
+    """`model.py:12: h, _ = self.gru(x)`: the innermost of the frames that is none of torch's."""
+    folder = str(Path(torch.__file__).parent)
+    own = [frame for frame in stack if not frame.filename.startswith(folder)]
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else ""
 
 
 def graphs_and_breaks() -> tuple[int, int]:
     """How many graphs Dynamo has handed to backends, and how many breaks it has counted."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """Where a Dynamo input comes from, as Dynamo writes it: `L['self']._modules['head']...`."""
+    source = placeholder.meta["grapharg"].source
+    return source.name if isinstance(source.name, str) else source.name()
+
+
+def is_call_argument(placeholder: fx.Node) -> bool:
+    """Whether a Dynamo input is an argument of the compiled call, not state of a module."""
+    source = placeholder.meta["grapharg"].source
+    kind = source.guard_source
+    kind = kind() if callable(kind) else kind
+    in_module = kind.is_unspecialized_nn_module() or kind.is_specialized_nn_module()
+    in_module |= bool(re.search(r"\._(parameters|buffers|modules)\[", source_name(placeholder)))
+    return source_name(placeholder).startswith("L[") and not in_module
 
 
 def expression(size: int | torch.SymInt | torch.SymFloat) -> sympy.Expr:
@@ -290,15 +335,15 @@ class AddProductsInPlace(CustomGraphPass):
         aten = torch.ops.aten
         if aten.addmm_.default not in lowerings:  # by itself Inductor refuses it where $CI is set
             make_fallback(aten.addmm_.default, warn=False)
-        for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
-            accumulator, new = copy.args[:2]
+        for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+            accumulator, new = write.args[:2]
             is_sum = new.target is aten.addmm.default and new.args[0] is accumulator
-            if is_sum and len(new.users) == 1 and set(accumulator.users) == {copy, new}:
-                with graph.inserting_before(copy):
+            if is_sum and len(new.users) == 1 and set(accumulator.users) == {write, new}:
+                with graph.inserting_before(write):
                     added = graph.call_function(aten.addmm_.default, new.args, new.kwargs)
-                added.meta.update(copy.meta)
-                copy.replace_all_uses_with(added)
-                graph.erase_node(copy)
+                added.meta.update(write.meta)
+                write.replace_all_uses_with(added)
+                graph.erase_node(write)
                 graph.erase_node(new)
 
     def uuid(self) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
 
 from fxpipe.log import logger, warn_once
 from fxpipe.torch_private import Traced, now_traced, on_frame_left_to_python
@@ -11,23 +14,37 @@ from fxpipe.torch_private import Traced, now_traced, on_frame_left_to_python
 log = logger(__name__)
 ADVICE = "compile with fullgraph=True to have an error instead"
 
+_left: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+_left_classes: WeakKeyDictionary[type[torch.nn.Module], str] = WeakKeyDictionary()
+
 
 def warn_of_unsplit_runs(backend: Callable[..., Any]) -> None:
     """From here on, warn where Dynamo gives up on a model that was compiled with `backend`."""
 
-    def left(traced: Traced, reason: str) -> None:
-        if traced.backend is backend and not traced.fullgraph:
-            warn_once(
-                log,
-                "Dynamo leaves %s at %s to Python, where it runs unsplit, as in plain eager, on "
-                "every rank (%s); move what breaks the graph out of the model, or %s",
-                traced.name,
-                traced.place,
-                reason.rstrip("."),
-                ADVICE,
-            )
+    def left(traced: Traced, reason: str, line: str) -> None:
+        if traced.fullgraph:
+            return
+        at = f", at {line}" if line else ""
+        told = (
+            f"Dynamo leaves {traced.name} at {traced.place} to Python, where it runs unsplit, as "
+            f"in plain eager, on every rank ({reason.rstrip('.')}{at}); move what breaks the graph "
+            f"out of the model, or {ADVICE}"
+        )
+        if traced.backend is backend:
+            warn_once(log, "%s", told)
+        if traced.model is not None:
+            _left[traced.model] = told
+            # Dynamo does not come back to a forward that it has given up on, for any backend;
+            # torch's own classes have one forward for models that differ.
+            if not type(traced.model).__module__.startswith("torch."):
+                _left_classes[type(traced.model)] = told
 
     on_frame_left_to_python(left)
+
+
+def why_unsplit(model: torch.nn.Module) -> str | None:
+    """The sentence of the warning, if Dynamo has given up on this model, or on its class."""
+    return _left.get(model) or _left_classes.get(type(model))
 
 
 def warn_of_last_trace() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from fxpipe.commands import BackendOptions, Inputs, Target
 from fxpipe.commands import app as app
 from fxpipe.errors import OptionError
+from fxpipe.files import write_json, write_text
 from fxpipe.views.graph_forms import FORMATS, can_draw_svg, draw, model_explorer_costs
 
 
@@ -17,7 +18,7 @@ from fxpipe.views.graph_forms import FORMATS, can_draw_svg, draw, model_explorer
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of the options trace and dump.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Default: report.html in the folder.")
+        Path | None, typer.Option("--output", help="Default: report.html in the folder.")
     ] = None,
 ) -> None:
     """Write one HTML page of a trace and a dump: plan, timelines, memory, passes."""
@@ -30,24 +31,16 @@ def report(
 
 @app.command()
 def graph(
-    target: Annotated[
-        str, typer.Argument(help="script.py:name or package.module:name of a model, as for check.")
-    ],
+    target: Target,
     form: Annotated[
         str, typer.Option("--format", "-f", help=f"One of {', '.join(FORMATS)}.")
     ] = "svg",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Default: text goes to the terminal, SVG to svg.svg."),
+        typer.Option("--output", help="Default: text goes to the terminal, SVG to svg.svg."),
     ] = None,
-    options: Annotated[
-        list[str] | None,
-        typer.Option("--option", "-p", help="An option of the backend: -p stages=2"),
-    ] = None,
-    inputs: Annotated[
-        list[str] | None,
-        typer.Option("--input", "-i", help="A random argument: float:8x16, int:8x128:512, bool:8"),
-    ] = None,
+    options: BackendOptions = None,
+    inputs: Inputs = None,
 ) -> None:
     """Draw the stages of a model, or the actions of its schedule."""
     if form not in FORMATS:
@@ -65,9 +58,9 @@ def graph(
     if output.suffix == ".svg" and not can_draw_svg():
         form, output = "mermaid" if form == "svg" else form, output.with_suffix(".mmd")
         typer.echo("SVG needs graphviz and its command dot: this is text for Mermaid instead")
-    output.write_text(draw(program, form, output.suffix), encoding="utf-8")
+    write_text(output, draw(program, form, output.suffix))
     typer.echo(f"wrote {output}")
     if form == "model-explorer":
         overlay = output.with_suffix(".costs.json")
-        overlay.write_text(json.dumps(model_explorer_costs(program)), encoding="utf-8")
+        write_json(overlay, model_explorer_costs(program))
         typer.echo(f"wrote {overlay}, to lay over it as custom node data")

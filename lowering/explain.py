@@ -13,6 +13,7 @@ from fxpipe.explain_program import explain_program
 from fxpipe.explanation import Explanation
 from fxpipe.lowering.metrics import ended, plans_of
 from fxpipe.ownership import plain
+from fxpipe.unsplit import why_unsplit
 
 
 def explain(model: Any, *inputs: Any, **keywords: Any) -> Explanation:
@@ -33,13 +34,15 @@ def explain(model: Any, *inputs: Any, **keywords: Any) -> Explanation:
             model(*inputs, **keywords)
     plans = plans_of(model)
     if not plans:
+        if told := why_unsplit(plain(model)):
+            raise FxpipeError(f"no step of this model has run through fxpipe: {told}")
         raise FxpipeError(
             "no step of this model has run through fxpipe yet; call it once, or give explain the "
             "arguments of a call: fxpipe.explain(step, tokens, targets)"
         )
     made = [plan for plan in plans if id(plan) not in before] if inputs or keywords else []
     plan = made[-1] if made else max(plans, key=ended)
-    return explain_program(plan.program, plan.rows)
+    return explain_program(plan.program, plan.rows, plan.programs)
 
 
 @contextmanager

@@ -220,14 +220,24 @@ def checksum(tensor: torch.Tensor) -> int:
     return (total % 2**62) | 1
 
 
+def what_must_be_the_same(mine: str, theirs: str) -> str:
+    """What the first lines in which two plans differ are made of."""
+    rows = [line.split()[2:-1] for line in (mine, theirs) if line.startswith("microbatches of ")]
+    if len(rows) < 2:
+        return "the same options, such as stages and schedule, and a batch of the same shape"
+    if len(rows[0]) != len(rows[1]):
+        return "the same option microbatches, and a batch of the same shape"
+    return "a batch of the same shape"
+
+
 def first_difference(texts: list[str]) -> str:
     for rank, other in enumerate(texts):
         for mine, theirs in zip(texts[0].splitlines(), other.splitlines()):
             if mine != theirs:
                 return (
                     f"the ranks are about to run different steps: rank 0 has {mine!r} where rank "
-                    f"{rank} has {theirs!r}; every rank must make the same call, with a batch of "
-                    f"the same shape"
+                    f"{rank} has {theirs!r}; every rank must make the same call, with "
+                    f"{what_must_be_the_same(mine, theirs)}"
                 )
         if texts[0] != other:
             return f"the ranks are about to run different steps: rank {rank}'s has another length"

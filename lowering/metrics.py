@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from fxpipe.lowering.recording import peak_held
 from fxpipe.lowering.run import Plan
 from fxpipe.lowering.tracing import merge, part_of, peak_of_device
 from fxpipe.ownership import plain
+from fxpipe.unsplit import why_unsplit
 
 if TYPE_CHECKING:
     from fxpipe.lowering.runtime import Step
@@ -48,8 +50,12 @@ def metrics(model: torch.nn.Module, tokens: int | None = None) -> dict[str, Any]
     Costs nothing while steps run, and talks to no other rank. Raises FxpipeError before the first
     step has ended.
     """
-    if tokens is not None and tokens < 0:
-        raise OptionError(f"metrics(tokens={tokens}); expected the number of tokens of a step")
+    number = isinstance(tokens, Real) and not isinstance(tokens, bool)
+    if tokens is not None and not (number and tokens >= 0):
+        raise OptionError(
+            f"metrics(tokens={tokens!r}) is a {type(tokens).__name__}; expected the number of "
+            f"tokens of a step, at least 0, for instance tokens=x.numel()"
+        )
     plan = last_plan(model)
     assert plan.metered is not None
     _, seconds, waited = plan.metered
@@ -78,6 +84,8 @@ def last_plan(model: torch.nn.Module) -> Plan:
     """The plan that ran last, of all traces of a model."""
     ran = [plan for plan in plans_of(model) if plan.metered]
     if not ran:
+        if told := why_unsplit(plain(model)):
+            raise FxpipeError(f"no step of this model has run through fxpipe: {told}")
         raise FxpipeError(
             "no step of this model has run to its end through fxpipe yet; call it once, with the "
             "backward if it returns no loss, then ask for its metrics"

@@ -29,6 +29,7 @@ from fxpipe.lowering.group import gather_objects
 from fxpipe.lowering.rank_program import Slot
 from fxpipe.lowering.run import Plan, Run
 from fxpipe.lowering.status import about
+from fxpipe.pipeline import blame, name_of
 from fxpipe.program import Key, Program, Role, where
 from fxpipe.schedule import Action, actions_of
 from fxpipe.torch_private import autocast_off
@@ -37,8 +38,8 @@ log = logger(__name__)
 
 ROWS = 10  # of the table of what differs
 ELSEWHERE = (
-    "every task gives what the joint graph gives, so the difference comes from how the batch or "
-    "its loss was split, or from the trace"
+    "every task gives what the joint graph gives, so the difference comes from what made that "
+    "graph: the trace, or how the batch or its loss was split"
 )
 PER_MICROBATCH = (Role.BATCH, Role.SHARE, Role.SEED)
 
@@ -87,6 +88,7 @@ def find_difference(
     place = first_difference(plan, ours.recorded, joint.values)
     if different or place:
         number, text = place or (math.inf, ELSEWHERE)
+        text = f"{text}{blame(extra_passes(plan.program, of_tasks=place is not None))}"
         return Difference(number, describe(different, text, reference))
     worst = max(rows, key=lambda row: row.error, default=None)
     log.info("the first step agrees with %s; furthest from it: %s", reference, worst)
@@ -101,6 +103,18 @@ def refuse_difference(own: Difference | None, world_size: int, timeout: float) -
     found = [part for part in parts if part is not None]
     if found:
         raise ParityError(min(found).text)
+
+
+def extra_passes(program: Program, of_tasks: bool) -> list[str]:
+    """The user's passes that ran on the tasks, or before there were any: on the joint graph."""
+    order = [name for name, _ in program.passes]
+    extra = {name_of(pass_) for _, _, pass_ in program.options.extra_passes}
+    split = order.index("split_tasks") if "split_tasks" in order else len(order)
+    return [
+        name
+        for index, (name, on) in enumerate(program.passes)
+        if on and name in extra and (index > split) == of_tasks
+    ]
 
 
 def differs_by_contract(plan: Plan) -> str:

@@ -238,13 +238,10 @@ class Step:
 
     def split_batch(self, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
         """Rows of each microbatch: as equal as can be, larger ones first, none empty."""
-        wanted = self.options.microbatches
         if self.capture.batch_symbol is None:
-            if wanted > 1:
-                log.info("no input has a batch of more than one row to split: one microbatch")
             return (0,)
         batch = symbols[self.capture.batch_symbol]
-        count = min(wanted, batch)
+        count = min(self.options.microbatches, batch)
         least, larger = divmod(batch, count)
         return tuple(least + (k < larger) for k in range(count))
 

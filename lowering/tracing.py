@@ -8,7 +8,6 @@ explanation.json what the compiler made of the model, as fxpipe.explanation has 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 from fxpipe.dump import EXPLANATION
 from fxpipe.errors import OptionError
 from fxpipe.explain_program import explain_program
+from fxpipe.files import make_folder, write_json
 from fxpipe.log import logger
 from fxpipe.lowering.auto import costs_of
 from fxpipe.lowering.clocks import machine, offsets
@@ -38,7 +38,7 @@ FIRST_STEPS = 5  # of each trace of a model that the option records
 STEPS_OF_BLOCK = 100
 FILES = ("trace.json", "timelines.json", "metrics.json")
 
-_blocks: list[Recorder] = []
+_blocks: list[tuple[Recorder, list[str]]] = []  # and the folders of blocks within that recorded
 
 
 @contextmanager
@@ -46,14 +46,15 @@ def trace(folder: str | Path, steps: int = STEPS_OF_BLOCK) -> Iterator[None]:
     """Record the steps that run in the block, the first `steps` of them, and write the files.
 
     Nothing is compiled anew, and once the block has ended nothing is noted any more. Every rank
-    enters and leaves the block; rank 0 writes. Where the block ends with an error, what this
+    enters and leaves the block; rank 0 writes. Of blocks within one another the innermost records a
+    step, the others do not. Where the block ends with an error, what this
     process has recorded is written if all ranks are in it, else nothing.
     """
     if steps < 1:
         raise OptionError(f"trace(steps={steps}) records nothing; expected at least 1")
-    make_folder(folder)
-    recorder = Recorder(steps)
-    _blocks.append(recorder)
+    make_folder(folder, "the trace", "fxpipe.trace")
+    recorder, within = Recorder(steps), list[str]()
+    _blocks.append((recorder, within))
     try:
         yield
     except BaseException:
@@ -61,8 +62,16 @@ def trace(folder: str | Path, steps: int = STEPS_OF_BLOCK) -> Iterator[None]:
             write(folder, recorder.steps)
         raise
     finally:
-        _blocks.remove(recorder)
-    if not recorder.steps:
+        _blocks.remove((recorder, within))
+        if _blocks:
+            _blocks[-1][1].extend([str(folder)] * bool(recorder.steps) + within)
+    if within and not recorder.steps:
+        log.warning(
+            "fxpipe.trace(%r) has recorded nothing: the steps in it ran in a block within, "
+            "fxpipe.trace(%r), and the innermost block records; leave one of the two out",
+            str(folder), within[0],
+        )  # fmt: skip
+    elif not recorder.steps:
         log.warning("fxpipe.trace(%r) ended without a step of a pipelined model", str(folder))
     if recorder.left_out:
         log.info("%d steps after the first %d were not recorded", recorder.left_out, steps)
@@ -75,7 +84,7 @@ class FirstSteps(Recorder):
     def __init__(self, folder: str) -> None:
         super().__init__(FIRST_STEPS)
         self.folder = folder
-        make_folder(folder)
+        make_folder(folder, "the trace", "the option trace")
 
     def tell(self) -> None:
         write(self.folder, self.steps)
@@ -83,18 +92,8 @@ class FirstSteps(Recorder):
 
 def begin_recording(plan: Plan, first_steps: Recorder | None) -> Recording | None:
     """What records the next step of a plan, if something does: the innermost block comes first."""
-    recorder = _blocks[-1] if _blocks else first_steps
+    recorder = _blocks[-1][0] if _blocks else first_steps
     return recorder.begin(plan) if recorder is not None else None
-
-
-def make_folder(folder: str | Path) -> None:
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OptionError(
-            f"the trace cannot go to {str(folder)!r}: {error.strerror}; name a folder that can be "
-            f"made"
-        ) from error
 
 
 # What ranks tell each other.
@@ -136,9 +135,9 @@ def write(folder: str | Path, steps: Sequence[Recorded]) -> None:
         return
     begins, measured = merge(parts, clocks)
     last = steps[-1].plan
-    explanation = explain_program(last.program, last.rows)
+    explanation = explain_program(last.program, last.rows, last.programs)
     write_files(Path(folder), begins, measured, expected(last, steps, measured))
-    (Path(folder) / EXPLANATION).write_text(json.dumps(explanation.to_json()) + "\n")
+    write_json(Path(folder) / EXPLANATION, explanation.to_json())
     log.info("recorded %d steps in %s", len(measured), folder)
 
 
@@ -212,7 +211,7 @@ def write_files(
     }
     numbers = {"planned": numbers_of(plan), "steps": [numbers_of(each) for each in measured]}
     for name, value in zip(FILES, (traced, timelines, numbers), strict=True):
-        (folder / name).write_text(json.dumps(value, separators=(",", ":")))
+        write_json(folder / name, value)
 
 
 def numbers_of(timeline: Timeline) -> dict[str, Any]:

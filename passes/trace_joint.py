@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxpipe.batch import batch_dim
 from fxpipe.errors import CaptureError, ModelError
 from fxpipe.passes._graph import aten, copy_graph, results_of
 from fxpipe.program import Input, Program, Result, Role
@@ -36,6 +37,12 @@ class TraceJoint:
                 with_sizes(program), lambda mode: make_fakes(program, mode), program.training
             )
         except Exception as error:
+            if empty := empty_batch(program):
+                raise CaptureError(
+                    f"{empty} has a batch of 0 rows, of which torch cannot trace the model "
+                    f"({type(error).__name__}: {str(error).strip().splitlines()[0]}); leave empty "
+                    f"batches out"
+                ) from error
             rows = program.microbatch_size
             raise CaptureError(
                 f"torch cannot trace the model with microbatches of {rows} "
@@ -47,6 +54,20 @@ class TraceJoint:
         keep_what_backward_reads(joint, results)
         joint.recompile()
         return replace(program, joint=joint, results=tuple(results))
+
+
+def empty_batch(program: Program) -> str | None:
+    """`the argument 'x'` where the call has no row to split, and one that has none."""
+    if program.batch_symbol is not None:
+        return None
+    nodes = program.model.graph.find_nodes(op="placeholder")
+    for entry, node in zip(program.inputs, nodes):
+        dim = batch_dim(entry.path, program.options)
+        if entry.role is Role.WHOLE and dim is not None:
+            shape = node.meta["example_value"].shape
+            if dim < len(shape) and expression(shape[dim]) == 0:
+                return f"the argument {entry.path!r}"
+    return None
 
 
 def with_sizes(program: Program) -> fx.GraphModule:

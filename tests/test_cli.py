@@ -320,3 +320,28 @@ def test_report_of_a_folder_with_nothing_is_one_line(
 ) -> None:
     pytest.importorskip("jinja2")
     assert "holds neither a trace nor a dump" in error_of(capsys, "report", str(tmp_path))
+
+
+def test_a_letter_or_a_name_means_the_same_in_every_command() -> None:
+    from typer.main import get_command
+
+    from fxpipe.view_commands import app
+
+    meanings: dict[str, set[tuple[str, ...]]] = {}
+    for command in get_command(app).commands.values():  # type: ignore[attr-defined]
+        for parameter in command.params:
+            for flag in parameter.opts:
+                if flag.startswith("-"):
+                    meanings.setdefault(flag, set()).add(tuple(sorted(parameter.opts)))
+    assert {flag for flag, found in meanings.items() if len(found) > 1} == set()
+    assert meanings["-o"] == {("--option", "-o")} and meanings["-p"] == {("--ranks", "-p")}
+    assert meanings["--output"] == {("--output",)}
+
+
+def test_report_of_a_broken_file_is_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("jinja2")
+    (tmp_path / "timelines.json").write_text('{"planned": {"name": "pla')
+    said = error_of(capsys, "report", str(tmp_path))
+    assert "timelines.json' is no whole JSON, from character 21 of 25 on; remove" in said

@@ -42,8 +42,9 @@ def test_stages_have_their_modules_parameters_and_work(found: Explanation) -> No
 def test_edges_ranks_and_passes_are_listed(found: Explanation) -> None:
     assert [(edge.source, edge.target) for edge in found.edges] == [(0, 1), (1, 0)]
     assert found.edges[0].values[0][1:] == ("f64[2, 4, 8]", 2 * 4 * 8 * 8)
-    assert [rank.messages for rank in found.ranks] == [2, 2]
-    assert found.sent == 4 * 2 * 4 * 8 * 8
+    assert [rank.messages for rank in found.ranks] == [3, 4]
+    # The sum of the tied weight's gradient goes both ways, the loss to rank 0.
+    assert found.sent == 4 * 2 * 4 * 8 * 8 + 2 * 11 * 8 * 8 + 8
     assert found.ranks[0].peak > found.ranks[0].weights > found.stages[0].parameter_bytes
     assert 0 < found.bubble < 1 and found.seconds > max(rank.busy for rank in found.ranks)
     assert [entry.name for entry in found.passes if not entry.on] == ["normalize"]

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 PRODUCT = ("fxpipe", "passes", "lowering")
 CODE = (*PRODUCT, "tests", "examples", "benchmarks", "tools")
 MAX_LINES = 400
+PRIVATE = "torch_private.py"  # the one file that may be longer: it is to be one
 MAX_FUNCTION_LINES = 60
 
 # Assembled here, so that this file passes its own test.
@@ -106,7 +107,7 @@ def test_private_torch_is_used_in_one_file() -> None:
     found = [
         f"{path.relative_to(ROOT)} uses {name}"
         for path in sources(*PRODUCT)
-        if path.name != "torch_private.py"
+        if path.name != PRIVATE
         for name in (*imports(path), *attribute_chains(path))
         if re.match(r"torch\.(?!ops\.)(?:\w+\.)*_(?!_)", name)
     ]
@@ -149,7 +150,7 @@ def test_subpackages_are_one_copy_from_the_root() -> None:
 def test_file_is_short_ascii_and_finished(path: Path) -> None:
     text = path.read_text()
     assert text.isascii(), [line for line in text.splitlines() if not line.isascii()]
-    assert text.count("\n") <= MAX_LINES
+    assert text.count("\n") <= MAX_LINES or path.name == PRIVATE
     assert UNFINISHED.findall(text) == []
     assert PLACE.findall(text) == []
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
+import fxpipe
+from fxpipe.lowering.lower import lower
+from fxpipe.lowering.metrics import last_plan, plans_of
 from fxpipe.messages import receive_of, send_of, with_messages, without_messages
+from fxpipe.messages_of_step import messages_of
 from fxpipe.program import Edge
 from fxpipe.schedule import RECEIVES, SENDS, Action, Schedule
 from fxpipe.schedules import build
+from tests.numerics.models import GPT, pipelined, seeded
 
 CHAIN = (Edge(0, 1), Edge(1, 0))
 
@@ -128,3 +134,39 @@ def test_every_family_gets_its_messages_in_matching_order(name: str, microbatche
             assert sends == receives
             count += len(sends)
     assert count == 2 * (stages - 1) * microbatches
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(6, {}), (7, {"schedule": "zb-h1"}), (6, {"schedule": "chimera", "microbatches": 4})],
+)
+def test_all_messages_of_a_tied_model_are_predicted(rows: int, options: dict[str, object]) -> None:
+    step = pipelined(seeded(GPT), **options)
+    words = torch.arange(rows * 5).view(rows, 5) % 11
+    step(words, words.flip(1)).backward()
+    found, plan = fxpipe.explain(step), last_plan(step)
+    sent = {
+        (name, message.source, message.nbytes)
+        for executor in plan.executors
+        for name, message in executor.program.messages.items()
+    }
+    assert any(name.startswith("SUM ") for name, _, _ in sent)
+    assert found.sent == fxpipe.metrics(step)["bytes_sent"]
+    assert sum(rank.messages for rank in found.ranks) == len(sent)
+    for rank in found.ranks:
+        own = [size for _, source, size in sent if source == rank.rank]
+        assert (rank.messages, rank.sent) == (len(own), sum(own))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_with_a_process_per_rank_outputs_go_to_all(training: bool) -> None:
+    step = pipelined(seeded(GPT), schedule="1f1b")
+    words = torch.arange(30).view(6, 5) % 11
+    with torch.set_grad_enabled(training):
+        step(words, words)
+    (plan,) = plans_of(step)
+    programs = plan.programs
+    made = [lower(programs, rank, lambda graph: graph) for rank in range(2)]
+    sent = {(name, *message) for each in made for name, message in each.messages.items()}
+    expected = sorted((m[1], m[2], sum(spec.nbytes for spec in m[3])) for m in sent)
+    assert sorted(messages_of(programs, range(2))) == expected

@@ -110,6 +110,13 @@ def test_refusal_says_what_was_found_expected_and_what_to_change() -> None:
     )
 
 
+def test_no_stage_at_all_is_told_the_least_number() -> None:
+    with pytest.raises(
+        OptionError, match=r"'stages' is 0 .int., expected .* of at least 1, a list"
+    ):
+        Options.parse({"stages": 0})
+
+
 @pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(Options)])
 def test_example_of_a_refusal_is_accepted(name: str) -> None:
     about = Options.__dataclass_fields__[name].metadata

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from fxpipe.cli import run
 from fxpipe.errors import ModelError, OptionError, ParityError
 from fxpipe.lowering.tasks import TaskCompiler
 from fxpipe.parity import check
+from fxpipe.passes import copy_graph
+from fxpipe.program import Program
 from fxpipe.target import make_input, read_options
 
 OPTIONS = {"stages": 3, "microbatches": 2, "schedule": "zb-h1", "lowering": "eager"}
@@ -222,3 +226,51 @@ def test_inputs_and_options_are_read_from_text() -> None:
     }
     with pytest.raises(OptionError, match="int:sizes:below"):
         make_input("float:axb")
+
+
+# Passes of the user's.
+
+
+def without_relu(program: Program) -> Program:
+    joint, _ = copy_graph(program.joint)
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
+    return replace(program, joint=joint)
+
+
+def with_half_relu(program: Program) -> Program:
+    tasks = dict(program.tasks)
+    for key, task in tasks.items():
+        graph, _ = copy_graph(task.graph)
+        for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            node.target = torch.ops.aten.neg.default
+        graph.recompile()
+        tasks[key] = replace(task, graph=graph)
+    return replace(program, tasks=tasks)
+
+
+@pytest.mark.parametrize(
+    ("where", "blamed", "innocent"),
+    [("normalize", "without_relu", "as_it_is"), ("split_tasks", "with_half_relu", "as_it_was")],
+)
+def test_a_difference_names_the_extra_passes_that_may_have_made_it(
+    where: str, blamed: str, innocent: str
+) -> None:
+    def as_it_was(program: Program) -> Program:
+        return program
+
+    def as_it_is(program: Program) -> Program:
+        return program
+
+    passes = {"without_relu": without_relu, "with_half_relu": with_half_relu}
+    others = {"as_it_was": ("before", "normalize"), "as_it_is": ("after", "plan_last_uses")}
+    extra = [("after", where, passes[blamed]), (*others[innocent], locals()[innocent])]
+    options = OPTIONS | {"check": "first", "extra_passes": extra}
+    step = torch.compile(Net().double(), backend="fxpipe", options=options)
+    expected = f"; before it ran what extra_passes adds, {blamed}, which may be the cause: try"
+    with pytest.raises(ParityError, match=re.escape(expected)):
+        step(*batch(torch.float64))
+    torch.compiler.reset()
+    options |= {"passes": {blamed: False}}
+    torch.compile(Net().double(), backend="fxpipe", options=options)(*batch(torch.float64))

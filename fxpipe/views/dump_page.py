@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fxpipe.files import list_of_objects, object_of, read_json, read_text, write_text
 from fxpipe.log import logger, warn_once
 from fxpipe.views.differences import stretches
 from fxpipe.views.pages import can_render, render
@@ -28,23 +28,26 @@ def write_page(folder: Path) -> None:
         )
         return
     page = render("index.html", title=folder.name, data=read_dump(folder))
-    (folder / "index.html").write_text(page, encoding="utf-8")
+    write_text(folder / "index.html", page)
 
 
 def read_dump(folder: Path) -> dict[str, Any]:
-    """What the page shows of the files in a folder. Files that are missing are left out."""
+    """What the page shows of the files in a folder. Files that are missing are left out.
+
+    Raises OptionError for a file that does not hold what a dump writes.
+    """
     passes, excerpts = read_passes(folder)
-    entries = read_json(folder / "passes.json", [])
+    entries = read_json(folder / "passes.json", switches, [])
     return {
         "passes": passes,
-        "off": [entry["name"] for entry in entries if not entry["on"]],
+        "off": [name for name, on in entries if not on],
         "excerpts": excerpts,
         "schedule": read_text(folder / "schedule.txt"),
         "ranks": read_ranks(folder, "rank"),
         "memory": read_ranks(folder, "memory"),
         "codes": {
             task: {"file": path, "text": read_text(Path(path))}
-            for task, path in read_json(folder / "output-code.json", {}).items()
+            for task, path in read_json(folder / "output-code.json", codes_of, {}).items()
         },
     }
 
@@ -56,7 +59,7 @@ def read_passes(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     passes: list[dict[str, Any]] = []
     before: list[str] = []
     for path in sorted(folder.glob("[0-9][0-9]-*.txt")):
-        facts = read_json(path.with_suffix(".json"), {})
+        facts = read_json(path.with_suffix(".json"), facts_of, {})
         lines, tags = facts.pop("lines", []), facts.pop("tags", {})
         for line in lines:
             if line not in excerpts:
@@ -87,14 +90,21 @@ def read_ranks(folder: Path, what: str) -> list[dict[str, Any]]:
     return [{"rank": rank, "text": read_text(found[rank])} for rank in sorted(found)]
 
 
-def read_text(path: Path) -> str | None:
-    """None where there is no such file: another process may have removed it."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
+def facts_of(value: Any) -> dict[str, Any]:
+    """Of `NN-<pass>.json`: an object whose lines and places fit each other; see `snapshot`."""
+    facts = object_of("places", "lines")(value)
+    lines, tags = [str(line) for line in facts["lines"]], object_of()(facts.get("tags", {}))
+    for line, _ in object_of()(facts["places"]).values():
+        if line is not None:
+            lines[line]
+    return {**facts, "lines": lines, "tags": tags}
 
 
-def read_json(path: Path, default: Any) -> Any:
-    text = read_text(path)
-    return default if text is None else json.loads(text)
+def codes_of(value: Any) -> dict[str, str]:
+    """Of `output-code.json`: task -> file."""
+    return {task: str(path) for task, path in object_of()(value).items()}
+
+
+def switches(entries: Any) -> list[tuple[str, bool]]:
+    """Of `passes.json`: every pass, and whether it was on."""
+    return [(str(entry["name"]), bool(entry["on"])) for entry in list_of_objects(entries)]

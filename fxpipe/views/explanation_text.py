@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 # A schedule of more rows is not shown as a grid.
 GRID_ROWS, GRID_RANKS = 40, 12
 KINDS = ("F", "I", "W", "B")
+# What a prediction leaves out, and what most of a small model's step is.
+HOST = "the host's time"
 
 
 class Table(NamedTuple):
@@ -37,8 +39,8 @@ def summary(found: Explanation) -> str:
     return (
         f"{plural(len(found.stages), 'stage')} on {plural(len(found.ranks), 'rank')}, schedule "
         f"{found.schedule}, {plural(len(found.rows), 'microbatch', 'es')}{of_rows}, "
-        f"{'training' if found.training else 'forward only'}. Predicted from operations and bytes: "
-        f"{seconds(found.seconds)} a step{speed}, bubble {percent(found.bubble)}, "
+        f"{'training' if found.training else 'forward only'}. Predicted from operations and bytes, "
+        f"without {HOST}: {seconds(found.seconds)} a step{speed}, bubble {percent(found.bubble)}, "
         f"peak {size(found.peak)}, {size(found.sent)} sent."
     )
 

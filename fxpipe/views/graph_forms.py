@@ -57,19 +57,27 @@ def dot(picture: Picture) -> str:
     number = {name: f"n{i}" for i, name in enumerate(picture.boxes)}
     lines = [
         "digraph {",
-        '  graph [rankdir=LR, fontname="Helvetica", fontsize=12, compound=true, bgcolor="white"];',
+        f'  graph [rankdir={picture.direction}, fontname="Helvetica", fontsize=12, labeljust=r, '
+        'ranksep=0.35, compound=true, bgcolor="white"];',
         '  node [shape=box, style="filled,rounded", fontname="Helvetica", fontsize=11, '
         f'color="#00000033", fontcolor="{palette.TEXT}"];',
         '  edge [fontname="Helvetica", fontsize=10, color="#555555", fontcolor="#555555"];',
     ]
     for index, (group, (title, colour)) in enumerate(picture.groups.items()):
+        inside = [name for name, box in picture.boxes.items() if box.group == group]
         lines.append(f"  subgraph cluster_{index} {{")
-        lines.append(f'    label={_quoted(title)}; style="rounded,filled"; color="{colour}";')
+        lines.append(f'    style="rounded,filled"; color="{colour}";')
         lines.append('    fillcolor="#FAFAFA"; penwidth=2;')
-        for name, box in picture.boxes.items():
-            if box.group == group:
-                label = _quoted(box.label)
-                lines.append(f'    {number[name]} [label={label}, fillcolor="{box.colour}"];')
+        if picture.direction == "LR":
+            # A box before the others: arrows and their labels would run over the cluster's title.
+            lines.append(f'    t{index} [label={_quoted(title)}, shape=plaintext, style=""];')
+            lines += [f"    t{index} -> {number[name]} [style=invis];" for name in inside[:1]]
+        else:
+            lines.append(f"    label={_quoted(title)};")
+        for name in inside:
+            box = picture.boxes[name]
+            label = _quoted(box.label)
+            lines.append(f'    {number[name]} [label={label}, fillcolor="{box.colour}"];')
         lines.append("  }")
     for (source, target), label in picture.arrows.items():
         lines.append(f"  {number[source]} -> {number[target]} [label={_quoted(label)}];")
@@ -88,7 +96,7 @@ def _quoted(text: str) -> str:
 def mermaid(picture: Picture) -> str:
     """A flowchart; GitHub and others draw it inside a ```mermaid block."""
     number = {name: f"n{i}" for i, name in enumerate(picture.boxes)}
-    lines = ["flowchart LR"]
+    lines = [f"flowchart {picture.direction}"]
     for index, (group, (title, _)) in enumerate(picture.groups.items()):
         lines.append(f"  subgraph g{index}[{_mermaid(title)}]")
         for name, box in picture.boxes.items():

@@ -35,8 +35,10 @@ class Picture:
     """Boxes by name, arrows with a label between them, and the titles and colours of groups.
 
     order: pairs of boxes of which the second runs after the first for no other reason than the
-    order of its rank.
+    order of its rank. direction: where arrows point, down ("TB") or to the right ("LR").
     """
+
+    direction: str = "LR"
 
     groups: dict[str, tuple[str, str]] = field(default_factory=dict)
     boxes: dict[str, Box] = field(default_factory=dict)
@@ -55,7 +57,7 @@ def modules_picture(program: Program) -> Picture:
         if node.op == "call_function" and not node.meta.get("backward")
     ]
     depth = depth_for(nodes)
-    picture = Picture()
+    picture = Picture("TB")
     members: dict[str, list[fx.Node]] = {}
     box_of: dict[fx.Node, str] = {}
     for node in nodes:

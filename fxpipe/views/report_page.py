@@ -13,9 +13,10 @@ from typing import Any
 
 from fxpipe.errors import OptionError
 from fxpipe.explanation import Explanation
+from fxpipe.files import object_of, read_json, write_text
 from fxpipe.timeline import SHARES, Timeline
-from fxpipe.views.dump_page import read_dump, read_json
-from fxpipe.views.explanation_text import schedule_text, summary, tables
+from fxpipe.views.dump_page import read_dump
+from fxpipe.views.explanation_text import HOST, schedule_text, summary, tables
 from fxpipe.views.pages import render
 from fxpipe.views.units import percent, plural, scaled, seconds, size
 
@@ -58,35 +59,69 @@ class Number:
 def write_report(folder: str | Path, output: str | Path) -> None:
     """Write the page of a folder of `dump`, of `trace`, or of both.
 
-    Raises OptionError where the folder holds neither, or jinja2 is missing.
+    Raises OptionError where the folder holds neither, or a file that is not whole, or jinja2 is
+    missing.
     """
     folder, output = Path(folder), Path(output)
     if not folder.is_dir():
         raise OptionError(f"{str(folder)!r} is no folder; name that of the option trace or dump")
     found = read(folder)
     if found.explanation is None and not found.timelines and not found.folders:
-        raise OptionError(
-            f"{str(folder)!r} holds neither a trace nor a dump; make them with "
-            f"options={{'trace': {str(folder)!r}, 'dump': {str(folder)!r}}}"
+        inside = [str(path) for path in sorted(folder.iterdir()) if holds_something(path)]
+        cure = (
+            f"{plural(len(inside), 'folder')} in it {'do' if len(inside) > 1 else 'does'}: "
+            f"{', '.join(inside)}"
+            if inside
+            else f"make them with options={{'trace': {str(folder)!r}, 'dump': {str(folder)!r}}}"
         )
+        raise OptionError(f"{str(folder)!r} holds neither a trace nor a dump; {cure}")
     if not output.parent.is_dir():
         raise OptionError(f"the report {str(output)!r} lies in no folder that exists; make it")
-    output.write_text(page_of(folder.resolve().name, found), encoding="utf-8")
+    write_text(output, page_of(title_of(folder), found))
 
 
 def read(folder: Path) -> Contents:
     dumps = [path.parent for path in (*folder.glob("00-*.txt"), *folder.glob("*/00-*.txt"))]
     dumps.sort(key=lambda path: (not (path / "schedule.txt").exists(), _rows(path)))
     places = [folder, *dumps]
-    stored = (read_json(at / "explanation.json", None) for at in places)
-    explained = next(filter(None, stored), None)
-    lines = read_json(folder / "timelines.json", {})
-    return Contents(
-        Explanation.from_json(explained) if explained else None,
-        Timeline.from_json(lines["planned"]) if lines.get("planned") else None,
-        tuple(map(Timeline.from_json, lines.get("measured", ()))),
-        tuple(dict.fromkeys(dumps)),
+    stored = (read_json(at / "explanation.json", explanation_of, None) for at in places)
+    plan, measured = read_json(folder / "timelines.json", timelines_of, (None, ()))
+    # The page shows none of it, but a folder with a file that is no metrics is not a trace's.
+    read_json(folder / "metrics.json", object_of("planned", "steps"), {})
+    return Contents(next(filter(None, stored), None), plan, measured, tuple(dict.fromkeys(dumps)))
+
+
+def explanation_of(value: Any) -> Explanation:
+    """Of `explanation.json`, with everything in it that the page shows."""
+    found = Explanation.from_json(object_of()(value))
+    summary(found), list(tables(found)), schedule_text(found)
+    return found
+
+
+def timelines_of(value: Any) -> tuple[Timeline | None, tuple[Timeline, ...]]:
+    """The planned one and the measured ones of `timelines.json`, of which the page can be drawn."""
+    lines = object_of("planned", "measured")(value)
+    plan = Timeline.from_json(lines["planned"]) if lines["planned"] else None
+    measured = tuple(map(Timeline.from_json, lines["measured"]))
+    for timeline in (plan, *measured):
+        if timeline is not None:
+            timeline_data(timeline)
+    return plan, measured
+
+
+def holds_something(path: Path) -> bool:
+    """Whether a report can be made of a folder, by the names of its files."""
+    names = ("timelines.json", "explanation.json")
+    return path.is_dir() and (
+        any((path / name).is_file() for name in names)
+        or any(path.glob("00-*.txt"))
+        or any(path.glob("*/00-*.txt"))
     )
+
+
+def title_of(folder: Path) -> str:
+    """`runs/1`: a folder's name says little without that of the one around it."""
+    return "/".join(folder.resolve().parts[-2:]).removeprefix("//")
 
 
 def _rows(folder: Path) -> int:
@@ -106,6 +141,7 @@ def page_of(title: str, found: Contents) -> str:
         "report.html",
         title=title,
         numbers=numbers_of(found),
+        medians=medians_text(found),
         summary=summary(explained) if explained else "",
         tables=[table for table in tables(explained) if table.rows] if explained else [],
         schedule=schedule_text(explained) if explained else "",
@@ -155,25 +191,32 @@ def numbers_of(found: Contents) -> list[Number]:
     time = step if step is not None else expected
     numbers = []
     if time is not None:
-        beside = plan if step is not None else None
-        note = f"planned {seconds(beside)}" if beside is not None else "predicted"
+        note = f"predicted, without {HOST}" if found.planned is None else "planned"
+        if step is not None:
+            note = "; ".join([of_steps(measured), *([f"planned {seconds(plan)}"] if plan else [])])
         numbers.append(Number("Step time", seconds(time), note))
     idle = median([timeline.bubble() for timeline in measured])
     planned = found.planned.bubble() if found.planned else explained.bubble if explained else None
     if idle is not None or planned is not None:
-        note = "predicted" if idle is None else f"planned {percent(planned or 0.0)}"
+        note = f"predicted, without {HOST}" if found.planned is None else "planned"
+        if idle is not None:
+            beside = [] if planned is None else [f"planned {percent(planned)}"]
+            note = "; ".join([of_steps(measured), *beside])
         numbers.append(Number("Bubble", percent(planned or 0.0 if idle is None else idle), note))
     numbers += [memory_number(found), sent_number(found)]
     rows = sum(explained.rows) if explained else 0
     if rows and time:
-        numbers.append(Number("Speed", scaled(rows / time, "").strip() + " rows/s", f"{rows} rows"))
+        note = plural(rows, "row") + (" in the median step" if len(measured) > 1 else "")
+        note += "" if measured else ", predicted"
+        numbers.append(Number("Speed", scaled(rows / time, "").strip() + " rows/s", note))
     return [number for number in numbers if number.value]
 
 
 def memory_number(found: Contents) -> Number:
     if found.explanation is not None:
         rank = max(found.explanation.ranks, key=lambda rank: rank.peak)
-        return Number("Peak memory", size(rank.peak), f"predicted, rank {rank.rank}")
+        note = f"predicted, rank {rank.rank}; weights, gradients, saved values"
+        return Number("Peak memory", size(rank.peak), note)
     peaks = [
         (peak, rank)
         for timeline in found.measured
@@ -186,15 +229,39 @@ def memory_number(found: Contents) -> Number:
 
 
 def sent_number(found: Contents) -> Number:
-    """Bytes that all ranks send in a step."""
-    if found.explanation is not None:
-        messages = sum(rank.messages for rank in found.explanation.ranks)
-        return Number("Sent a step", size(found.explanation.sent), plural(messages, "message"))
+    """Bytes that all ranks send in a step: of the last that was measured, else as predicted."""
+    explained = found.explanation
+    if explained is not None and not found.measured:
+        messages = plural(sum(rank.messages for rank in explained.ranks), "message")
+        return Number("Sent a step", size(explained.sent), f"predicted; {messages}")
     if not found.timelines:
         return Number("Sent a step", "")
-    sends = [span for span in found.timelines[-1].spans if span.kind == "send"]
+    timeline = found.timelines[-1]
+    sends = [span for span in timeline.spans if span.kind == "send"]
     total = sum(span.bytes or 0 for span in sends)
-    return Number("Sent a step", size(total), plural(len(sends), "message"))
+    which = f"measured, step {timeline.step}" if found.measured else "planned"
+    note = f"{which}; {plural(len(sends), 'message')}"
+    if explained is not None and size(explained.sent) != size(total):
+        note += f"; predicted {size(explained.sent)}"
+    return Number("Sent a step", size(total), note)
+
+
+def of_steps(measured: Sequence[Timeline]) -> str:
+    """How a number of several steps was made."""
+    return f"median of {len(measured)} steps" if len(measured) > 1 else "measured, one step"
+
+
+def medians_text(found: Contents) -> str:
+    """What the numbers at the top count, where they stand beside others that count otherwise."""
+    if not found.measured:
+        return ""
+    last = found.measured[-1].step
+    which = f" The timeline opens at step {last}." if len(found.measured) > 1 else ""
+    return (
+        f"Bubble is idle time alone. In the plan a message takes no rank's time and the host none; "
+        f"measured, both do and are counted apart, so that the measured bubble may be below the "
+        f"planned one.{which}"
+    )
 
 
 def longest_bubbles(found: Contents, most: int = 10) -> list[dict[str, Any]]:

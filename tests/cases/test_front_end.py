@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fxpipe
 from fxpipe.backend import fxpipe as backend
-from fxpipe.errors import CaptureError
+from fxpipe.errors import CaptureError, FxpipeError
 from fxpipe.unsplit import warn_of_unsplit_runs
 from tests.cases.shared import check, line_of, normal
 from tests.numerics.models import MLP, assert_close, pipelined, seeded
@@ -112,6 +112,39 @@ def test_case_86_a_model_of_which_nothing_is_traced_is_named_in_a_warning(
     assert len(told) == 1, told
     assert told[0].startswith("Dynamo leaves PrintingInALoop at ") and "fullgraph=True" in told[0]
     assert line_of(PrintingInALoop, "def forward") in told[0]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.out = nn.GRU(6, 6, batch_first=True), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None]
+        states, _ = self.cells(x)
+        return self.out(states[:, 0]).square().mean()
+
+
+@pytest.mark.parametrize("before", ["nothing", "a step", "a step and a reset"])
+def test_case_86_the_warning_and_explain_name_the_call_whatever_ran_before(
+    before: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fxpipe.log._warned", set())
+    if before != "nothing":
+        pipelined(seeded(MLP))(normal(8, 6), normal(8, 6)).backward()
+    if before == "a step and a reset":
+        torch.compiler.reset()
+    step = pipelined(seeded(Recurrent).double())
+    step(normal(8, 6)).backward()
+    told = [r.getMessage() for r in caplog.records if "runs unsplit" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith("Dynamo leaves Recurrent at "), told
+    assert line_of(Recurrent, "def forward") in told[0]
+    assert line_of(Recurrent, "self.cells(x)") in told[0]
+    again = pipelined(seeded(Recurrent).double())
+    again(normal(8, 6))
+    for ask, of in ((fxpipe.explain, step), (fxpipe.metrics, step), (fxpipe.explain, again)):
+        with pytest.raises(FxpipeError, match="has run through fxpipe: Dynamo leaves Recurrent at"):
+            ask(of)
 
 
 class Moded(nn.Module):

@@ -22,7 +22,7 @@ REFUSALS = {
     "other values": ["RankError", "RankError", "the argument 'y' has other values on rank 1"],
     "no such module": ["OptionError", "OptionError", "did you mean"],
     "another model": ["RankError", "RankError", "different steps"],
-    "another schedule": ["RankError", "RankError", "different steps"],
+    "another schedule": ["RankError", "RankError", "the same options, such as stages and sch"],
     "more ranks than run": ["OptionError", "OptionError", "2 processes run"],
     "fewer stages than ranks": ["ScheduleError", "ScheduleError", "stages=1"],
 }

@@ -141,6 +141,11 @@ def test_shares_add_up_to_the_step_that_was_timed_outside(
             assert shares["F"] > 0 and shares["I"] + shares["W"] + shares["B"] > 0
 
 
+def test_each_rank_sends_what_explain_predicts(seen: list[Seen]) -> None:
+    for each in seen:
+        assert each.explained == each.metrics["bytes_sent"] > 0
+
+
 def test_waits_name_the_action_of_the_other_rank(
     seen: list[Seen], measured: list[Timeline]
 ) -> None:

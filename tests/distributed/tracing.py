@@ -25,6 +25,7 @@ class Seen(NamedTuple):
     recorded_after: int  # calls that note the time, once the block has ended
     metrics: dict[str, Any]
     losses: list[float]
+    explained: float  # bytes that this rank sends, as predicted
 
 
 def record(rank: int, world_size: int, out: Path, schedule: str, stages: int) -> Seen:
@@ -40,6 +41,7 @@ def record(rank: int, world_size: int, out: Path, schedule: str, stages: int) ->
             losses.append(train(step, x))
             seconds.append(time.perf_counter() - start)
     found = fxpipe.metrics(step, tokens=8)
+    sent = fxpipe.explain(step).ranks[rank].sent
     plan = last_plan(step)
     marked = marks(plan.executors)
     losses.append(train(step, x))
@@ -50,7 +52,7 @@ def record(rank: int, world_size: int, out: Path, schedule: str, stages: int) ->
         for action in made.actions(each)
         if action.kind.is_compute and Key(action.stage, action.kind) not in tasks
     ]
-    return Seen(str(made), idle, seconds, marked, found, losses)
+    return Seen(str(made), idle, seconds, marked, found, losses, sent)
 
 
 def train(step: Any, x: torch.Tensor) -> float:

@@ -93,6 +93,18 @@ def test_inner_block_takes_the_steps(tmp_path: Path) -> None:
     assert len(timelines(tmp_path / "inner")) == 2
 
 
+def test_a_block_whose_steps_an_inner_one_took_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = pipelined(seeded(MLP))
+    with fxpipe.trace(tmp_path / "outer"):
+        with fxpipe.trace(tmp_path / "inner"):
+            train(step)
+    assert len(timelines(tmp_path / "inner")) == 1
+    assert "outer') has recorded nothing: the steps in it ran in a block within" in caplog.text
+    assert "ended without a step" not in caplog.text
+
+
 def test_block_that_raises_writes_what_it_has(tmp_path: Path) -> None:
     step = pipelined(seeded(MLP))
     with pytest.raises(ValueError, match="no such luck"), fxpipe.trace(tmp_path):
@@ -158,6 +170,9 @@ def test_metrics_need_a_step_and_count_its_bytes() -> None:
     assert found["tokens_per_second"] == pytest.approx(48 / found["step_seconds"])
     assert found["bubble"] is None and found["waiting_seconds"] is None
     assert json.loads(json.dumps(found)) == found
+    for wrong in ("8", -1, True):
+        with pytest.raises(OptionError, match=r"metrics.tokens=.* is a (str|int|bool); expected"):
+            fxpipe.metrics(model, tokens=wrong)  # type: ignore[arg-type]
 
 
 def test_metrics_are_of_the_step_that_ran_last(tmp_path: Path) -> None:

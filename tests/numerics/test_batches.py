@@ -266,7 +266,7 @@ def test_wrong_batch_dims_are_refused_where_dynamo_knows_other_sizes() -> None:
 def test_arguments_and_duck_shapes_are_left_as_they_were() -> None:
     x, y = normal(6, 6), normal(6, 6)
     torch._dynamo.maybe_mark_dynamic(y, 1)
-    marks = dict(y.__dict__)
+    marks = copy.deepcopy(y.__dict__)
     pipelined(seeded(MLP))(x, y).backward()
     assert x.__dict__ == {} and y.__dict__ == marks == y.__dict__ | {
         "_dynamo_weak_dynamic_indices": {1}

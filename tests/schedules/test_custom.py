@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fxpipe.errors import ScheduleError
 from fxpipe.schedule import Schedule
 from fxpipe.schedules import build, custom, families, load, register, resolve, save
 from fxpipe.text_grid import grid
+from tests.numerics.models import MLP, pipelined, seeded
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,77 @@ def test_a_registered_function_may_return_text_or_a_schedule() -> None:
         build(name, stages=2, microbatches=1) for name in ("text", "object", "family")
     )
     assert text == parsed == built
+
+
+def no_rank(stages: int, microbatches: int, ranks: int) -> list[str]:
+    return [str(1 // (ranks - 2))]
+
+
+FAULTS = {
+    "raises": (
+        no_rank,
+        ["no_rank of ", "failed for stages=2, microbatches=2, ranks=2 with ZeroDivisionError: ",
+         "test_custom.py:", "return [str(1 // (ranks - 2))]"],
+        ZeroDivisionError,
+    ),
+    "takes other names": (
+        lambda n: ["0F0 0B0"],
+        ["cannot be called with stages, microbatches, ranks by keyword (missing a ",
+         "argument: 'n'); write def my_schedule(stages, microbatches, ranks)"],
+        TypeError,
+    ),
+    "returns nothing": (
+        lambda stages, microbatches, ranks: None,
+        ["returned None; expected a list of one line per rank", "test_custom.py:"],
+        type(None),
+    ),
+    "returns numbers": (
+        lambda stages, microbatches, ranks: [[0, 1]],
+        ["returned a list of list; expected"],
+        type(None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_a_registered_function_is_told_as_the_users(name: str) -> None:
+    function, words, cause = FAULTS[name]
+    register("mine")(function)
+    with pytest.raises(ScheduleError, match="the schedule 'mine', ") as told:
+        build("mine", stages=2, microbatches=2)
+    assert all(word in str(told.value) for word in words), told.value
+    assert isinstance(told.value.__cause__, cause)
+
+
+def test_a_fault_of_a_schedule_is_no_failure_of_a_pass() -> None:
+    register("mine")(no_rank)
+    x = torch.ones(8, 6, dtype=torch.float64)
+    faults = {
+        "mine": "^the schedule 'mine', no_rank of .*test_custom.py:",
+        "nosuch.txt": "^the schedule cannot be read from nosuch.txt: No such file",
+    }
+    for schedule, words in faults.items():
+        with pytest.raises(ScheduleError, match=words):
+            pipelined(seeded(MLP), schedule=schedule)(x, x)
+        torch.compiler.reset()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match="read from .*nosuch.csv: No such file") as told:
+        load(tmp_path / "nosuch.csv")
+    assert isinstance(told.value.__cause__, FileNotFoundError)
+    (tmp_path / "binary.txt").write_bytes(b"0F0 \xff")
+    with pytest.raises(ScheduleError, match="is no text in UTF-8 .byte 4."):
+        resolve(tmp_path / "binary.txt", stages=1, microbatches=1)
+
+
+def test_a_second_function_of_one_name_counts_and_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for function in (one_by_one, one_by_one):
+        register("mine")(function)
+    assert caplog.text == ""
+    register("mine")(lambda stages, microbatches, ranks: "0F0 0F1 0B0 0B1")
+    assert "the schedule 'mine' is now <lambda> of " in caplog.text
+    assert str(build("mine", stages=1, microbatches=2)) == "0F0 0F1 0B0 0B1"
 
 
 def test_what_a_registered_function_returns_is_checked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from fxpipe.passes import default_pipeline
 from fxpipe.program import Program
 from fxpipe.views import graph_forms
-from fxpipe.views.graph_forms import can_draw_svg, dot, draw, mermaid, model_explorer_costs
+from fxpipe.views.graph_forms import can_draw_svg, dot, draw, mermaid, model_explorer_costs, svg
 from fxpipe.views.graphs import actions_picture, modules_picture
 from fxpipe.views.palette import of_stage
 from tests.helpers import GPT, captured, gpt_batch
@@ -72,7 +73,8 @@ def test_names_are_quoted_in_every_form(program: Program) -> None:
 
 def test_mermaid_has_a_subgraph_per_stage(program: Program) -> None:
     text = draw(program, "mermaid")
-    assert text.startswith("flowchart LR\n") and '["stage 1"]' in text
+    assert text.startswith("flowchart TB\n") and '["stage 1"]' in text
+    assert draw(program, "actions").startswith("flowchart LR\n")
     assert f"fill:{of_stage(1)}" in text
 
 
@@ -91,6 +93,35 @@ def test_model_explorer_has_stages_as_layers_and_edges_between_known_nodes(
 @pytest.mark.skipif(not can_draw_svg(), reason="needs graphviz and its command dot")
 def test_svg_is_drawn(program: Program) -> None:
     assert "<svg" in draw(program, "svg") and "<svg" in draw(program, "actions", ".svg")
+
+
+@pytest.mark.skipif(not can_draw_svg(), reason="needs graphviz and its command dot")
+def test_modules_run_down_the_page_and_actions_to_the_right(program: Program) -> None:
+    picture = modules_picture(planned(stages=4))
+    (narrow, _), _ = drawn(svg(picture))
+    picture.direction = "LR"
+    (wide, _), _ = drawn(svg(picture))
+    assert narrow < 0.75 * wide
+    (width, height), _ = drawn(draw(program, "actions", ".svg"))
+    assert width > height
+
+
+@pytest.mark.skipif(not can_draw_svg(), reason="needs graphviz and its command dot")
+def test_labels_of_messages_leave_the_names_of_ranks_free(program: Program) -> None:
+    _, texts = drawn(draw(program, "actions", ".svg"))
+    actions = [x for text, x in texts if text in ("0F0", "1F0")]
+    sizes = [x for text, x in texts if text == "512 B"]
+    ranks = [x for text, x in texts if text.startswith("rank ")]
+    assert len(ranks) == 2 and sizes
+    assert max(ranks) + 30 < min(actions + sizes)
+
+
+def drawn(text: str) -> tuple[tuple[int, int], list[tuple[str, float]]]:
+    """Width and height of a picture, and its texts with where they stand from the left."""
+    size = re.search(r'width="(\d+)pt" height="(\d+)pt"', text)
+    assert size is not None
+    texts = re.findall(r'<text [^>]*?\bx="([-\d.]+)"[^>]*>([^<]*)<', text)
+    return (int(size[1]), int(size[2])), [(said, float(x)) for x, said in texts]
 
 
 SCRIPT = """
@@ -117,8 +148,12 @@ def test_command_draws_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[st
     script = tmp_path / "drawn.py"
     script.write_text(SCRIPT)
     target = f"{script}:make"
-    assert run(["graph", target, "-f", "mermaid", "-p", "stages=2"]) == 0
-    assert "layers.2" in capsys.readouterr().out
+    assert run(["graph", target, "-f", "mermaid", "-o", "stages=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "layers.2" in shown and '["stage 1"]' in shown
+    assert run(["graph", target, "-o", "model.svg"]) == 2
+    said = capsys.readouterr().err
+    assert "the option 'model.svg' has no value" in said and "named by --output" in said
     assert run(["graph", target, "-f", "boxes"]) == 2
     assert "--format 'boxes' is unknown; write one of svg" in capsys.readouterr().err
 
@@ -134,6 +169,6 @@ def test_command_writes_mermaid_where_graphviz_is_missing(
         monkeypatch.setattr(module, "can_draw_svg", lambda: False)
     script = tmp_path / "drawn_too.py"
     script.write_text(SCRIPT)
-    assert run(["graph", f"{script}:make", "-o", str(tmp_path / "model.svg")]) == 0
+    assert run(["graph", f"{script}:make", "--output", str(tmp_path / "model.svg")]) == 0
     assert "text for Mermaid instead" in capsys.readouterr().out
     assert (tmp_path / "model.mmd").read_text().startswith("flowchart")

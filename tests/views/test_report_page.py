@@ -194,6 +194,28 @@ def test_opened_pass_shows_what_it_changed(report: Any) -> None:
     assert not report.locator(".source-panel").is_visible()
 
 
+def test_numbers_of_the_passes_stand_in_columns(browser: Any, folder: Path) -> None:
+    opened = Opened(browser, folder / "report.html", 1440, "light")
+    ends = opened.page.evaluate(
+        "[...document.querySelectorAll('details.pass summary .count')]"
+        ".map((count) => count.getBoundingClientRect().right)"
+    )
+    assert len(ends) > 10 and ends == pytest.approx([ends[0]] * len(ends), abs=0.5)
+    opened.close()
+
+
+# Where the grid of a schedule has its heading `rank 1`, and where the actions below it begin.
+COLUMN_OF_RANK_1 = """() => {
+  const grid = document.querySelector("main pre");
+  const text = grid.firstChild, range = document.createRange();
+  const at = text.data.indexOf("rank 1");
+  range.setStart(text, at); range.setEnd(text, at + 6);
+  const chips = [...grid.querySelectorAll(".chip")].filter((c) => c.textContent.startsWith("1"));
+  const left = (what) => what.getBoundingClientRect().left;
+  return [left(range), chips.map(left)];
+}"""
+
+
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view[0]}-{view[1]}")
 def test_index_of_a_dump_shows_passes_schedule_and_ranks(
     view: tuple[int, str], browser: Any, folder: Path
@@ -206,6 +228,8 @@ def test_index_of_a_dump_shows_passes_schedule_and_ranks(
     assert "# stage 2" in main.inner_text()
     page.get_by_role("link", name="schedule", exact=True).click()
     assert "rank 2" in main.inner_text()
+    head, cells = page.evaluate(COLUMN_OF_RANK_1)
+    assert cells and cells == pytest.approx([head] * len(cells), abs=0.5)
     page.get_by_role("link", name="rank 1", exact=True).click()
     assert "def forward" in main.inner_text()
     opened.close()
