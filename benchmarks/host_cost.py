@@ -21,8 +21,9 @@ from torch import nn
 
 from fxpipe.backend import fxpipe
 from fxpipe.lowering.executor import Executor
+from fxpipe.lowering.plan import Plan
 from fxpipe.lowering.replay import Replay
-from fxpipe.lowering.run import Plan, Run
+from fxpipe.lowering.run import Run
 
 WIDTH, WARM_UP, SAMPLES, ROUNDS = 4, 3, 30, 5
 

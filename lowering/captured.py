@@ -22,9 +22,9 @@ from fxpipe.lowering.devices import Device, make_device
 from fxpipe.lowering.executor import Executor, Instruction, Paused
 from fxpipe.lowering.instructions import Transport
 from fxpipe.lowering.memory_plan import IN_PLACE
+from fxpipe.lowering.plan import Plan
 from fxpipe.lowering.replay import Function, Replay
 from fxpipe.lowering.rules import breaches_of
-from fxpipe.lowering.run import Plan
 from fxpipe.lowering.static import StaticProgram
 from fxpipe.options import Options
 from fxpipe.torch_private import copy_all

@@ -9,7 +9,7 @@ from typing import Any
 import torch.fx as fx
 
 from fxpipe.estimate import estimated_costs
-from fxpipe.lowering.run import Plan
+from fxpipe.lowering.plan import Plan
 from fxpipe.messages import without_messages
 from fxpipe.modules import modules_by_stage
 from fxpipe.program import Program

@@ -12,8 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fxpipe.errors import FxpipeError, OptionError
 from fxpipe.lowering.group import num_ranks, this_rank
+from fxpipe.lowering.plan import Plan
 from fxpipe.lowering.recording import peak_held
-from fxpipe.lowering.run import Plan
 from fxpipe.lowering.tracing import merge, part_of, peak_of_device
 from fxpipe.ownership import plain
 from fxpipe.unsplit import why_unsplit

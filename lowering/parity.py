@@ -26,8 +26,9 @@ from fxpipe.errors import ParityError
 from fxpipe.log import logger
 from fxpipe.lowering.executor import Executor, Slots
 from fxpipe.lowering.group import gather_objects
+from fxpipe.lowering.plan import Plan
 from fxpipe.lowering.rank_program import Slot
-from fxpipe.lowering.run import Plan, Run
+from fxpipe.lowering.run import Run
 from fxpipe.lowering.status import about
 from fxpipe.pipeline import blame, name_of
 from fxpipe.program import Key, Program, Role, where

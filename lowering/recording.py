@@ -19,8 +19,9 @@ import torch.fx as fx
 from fxpipe.flops import bytes_of
 from fxpipe.lowering import instructions
 from fxpipe.lowering.executor import PAUSE, Executor, Instruction, Slots
+from fxpipe.lowering.plan import Plan
 from fxpipe.lowering.rank_program import Message
-from fxpipe.lowering.run import Plan, Recording
+from fxpipe.lowering.run import Recording
 from fxpipe.planned import describe, receive_name, step_of_results
 from fxpipe.schedule import Action, Kind
 from fxpipe.timeline import Span

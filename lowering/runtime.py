@@ -35,8 +35,9 @@ from fxpipe.lowering.lower import lower
 from fxpipe.lowering.memory_plan import memory_text
 from fxpipe.lowering.metrics import register
 from fxpipe.lowering.parity import find_difference, refuse_difference
+from fxpipe.lowering.plan import Plan
 from fxpipe.lowering.rank_program import RankProgram
-from fxpipe.lowering.run import Plan, Run, pipelined, prologue_values, watched
+from fxpipe.lowering.run import Run, pipelined, prologue_values, watched
 from fxpipe.lowering.tasks import TaskCompiler
 from fxpipe.lowering.tracing import FirstSteps, begin_recording
 from fxpipe.options import Options

@@ -25,8 +25,9 @@ from fxpipe.lowering.auto import costs_of
 from fxpipe.lowering.clocks import machine, offsets
 from fxpipe.lowering.group import gather_objects, num_ranks, this_rank
 from fxpipe.lowering.measure import Times
+from fxpipe.lowering.plan import Plan
 from fxpipe.lowering.recording import Recorded, Recorder, memory_of, spans_of
-from fxpipe.lowering.run import Plan, Recording
+from fxpipe.lowering.run import Recording
 from fxpipe.options import Options
 from fxpipe.planned import measured_costs, planned
 from fxpipe.timeline import Span, Timeline, in_order

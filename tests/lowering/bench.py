@@ -11,8 +11,8 @@ from torch import nn
 import fxpipe.lowering.captured as captured_module
 import fxpipe.lowering.runtime as runtime
 from fxpipe.lowering.captured import replay_of
+from fxpipe.lowering.plan import Plan
 from fxpipe.lowering.replay import Replay
-from fxpipe.lowering.run import Plan
 from fxpipe.lowering.stand_in import StandIn
 from tests.numerics.models import pipelined
 

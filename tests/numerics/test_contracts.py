@@ -366,3 +366,33 @@ def test_a_backward_of_ones_own_is_warned_of_where_the_loss_is_scaled(
     )
     (step(torch.randn(4, 3)) * scale).backward()
     assert ("right if that backward is linear" in caplog.text) == (scale != 1)
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
+@pytest.mark.parametrize("changed", ["x", "first.weight"])
+def test_what_the_backward_reads_may_not_change_before_it(changed: str) -> None:
+    model = seeded(Scores)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    scores = pipelined(model)(x)
+    with torch.no_grad():
+        (x if changed == "x" else model.first.weight).mul_(2)
+    with pytest.raises(ModelError, match=f"'{changed}' was changed in place between"):
+        scores.sum().backward()
+
+
+def test_two_calls_before_their_backwards_are_no_change() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)))
+    plain = copy.deepcopy(model)
+    first, second = (torch.randn(6, 4, dtype=torch.float64) for _ in range(2))
+    step = pipelined(model, microbatches=1)
+    (step(first).sum() * 2 + step(second).square().sum()).backward()
+    (plain(first).sum() * 2 + plain(second).square().sum()).backward()
+    assert_same_gradients(model, plain)
