@@ -76,6 +76,7 @@ class Output:
     size: sympy.Expr = None
     is_loss: bool = False
     requires_grad: bool = False
+    detached: bool = False  # beside a loss: it would need a gradient, and takes none
 
 
 class Result(NamedTuple):

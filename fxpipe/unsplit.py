@@ -43,8 +43,11 @@ def warn_of_unsplit_runs(backend: Callable[..., Any]) -> None:
 
 
 def why_unsplit(model: torch.nn.Module) -> str | None:
-    """The sentence of the warning, if Dynamo has given up on this model, or on its class."""
-    return _left.get(model) or _left_classes.get(type(model))
+    """Why no step of this model may have run, if Dynamo has given up on it, or on its class."""
+    if model in _left:
+        return _left[model]
+    told = _left_classes.get(type(model))
+    return told and f"call it once; if it was called: {told}"
 
 
 def warn_of_last_trace() -> None:

@@ -174,8 +174,15 @@ class Run:
                 chunks = given[number].split(list(self.plan.rows), output.dim)
             else:
                 chunks = (given[number],) * len(self.plan.rows)
-            name = f"grad_{output.name}"
-            parts += [lay_out(c, specs[name]) for c, specs in zip(chunks, self.plan.traced)]
+            for chunk, specs in zip(chunks, self.plan.traced):
+                spec = specs.get(f"grad_{output.name}")
+                if spec is None and chunk.any():
+                    raise ModelError(
+                        f"output {number} of the model is a view of another output, and its "
+                        f"gradient has no place of its own in what torch traces; return a copy, "
+                        f"such as x.clone(), or make the view outside of the model"
+                    )
+                parts.append(chunk if spec is None else lay_out(chunk, spec))
         return tuple(parts)
 
 
@@ -207,8 +214,14 @@ class PipelinedStep(torch.autograd.Function):
         outputs: tuple[Any, ...] = ctx.run.start()
         described = [plan.program.outputs[number] for number in plan.outputs]
         ctx.mark_non_differentiable(
-            *(o for o, about in zip(outputs, described) if not about.requires_grad)
+            *(
+                output
+                for output, about in zip(outputs, described)
+                if not about.requires_grad and not about.detached
+            )
         )
+        # So that an output that took part in no loss of the caller's can be told from one that did.
+        ctx.set_materialize_grads(plan.program.loss is None)
         return outputs
 
     @staticmethod
@@ -229,11 +242,27 @@ class PipelinedStep(torch.autograd.Function):
             run.finish(output_gradients)
             gradients = run.gradients
         else:
-            by = output_gradients[plan.outputs.index(plan.program.loss)]
+            by = loss_gradient(plan, output_gradients)
             refuse_late_scale(plan, by)
             gradients = scaled(run.gradients, by)
         found = [gradients.get(plan.program.inputs[number].name) for number in plan.trained]
         return (None, None, None, None, *(found or [None]))
+
+
+def loss_gradient(plan: Plan, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """What the loss is given. Raises ModelError where another output is given something."""
+    by_number = dict(zip(plan.outputs, gradients))
+    assert plan.program.loss is not None
+    by = by_number.pop(plan.program.loss)
+    given = [number for number, gradient in by_number.items() if gradient is not None]
+    if by is None or given:
+        raise ModelError(
+            f"output {given[0] if given else plan.program.loss} of the model was used in what "
+            f"backward() was called on, but the backward of its loss, output "
+            f"{plan.program.loss}, has run in the call, without it; add it to the loss inside of "
+            f"the model, detach it, or return no scalar loss, so that backward() starts it"
+        )
+    return by
 
 
 def read_later(program: Program, inputs: Sequence[Any]) -> list[Read]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
-from fxpipe.passes._batch import argument, name_of, takes_graph, values_of
+from fxpipe.passes._batch import Batch, argument, name_of, takes_graph, values_of
 from fxpipe.passes._graph import OpOverload, aten
 
 # Operators that mix what lies along their `dim`: its place among the arguments, and its default
@@ -54,6 +54,13 @@ ALONG_REST = {
     "grid_sample": 1,
     # Of evaluation without gradients, where the batch comes first.
     **dict.fromkeys(("transformer_encoder_layer_fwd", "native_multi_head_attention"), 1),
+}
+# Arguments beside the first along which an operator mixes: (place, name).
+OTHER_OPERANDS = {
+    "scaled_dot_product_attention": ((1, "key"), (2, "value")),
+    "multi_head_attention_forward": ((1, "key"), (2, "value")),
+    "native_multi_head_attention": ((1, "key"), (2, "value")),
+    "embedding": ((1, "weight"),),
 }
 WINDOWED = re.compile(r"(conv|conv_transpose|\w*pool)(\d)d(?:_with_indices)?")
 RESHAPES = frozenset("view view_as reshape reshape_as flatten unflatten ravel".split())
@@ -178,6 +185,35 @@ def dims_along(node: fx.Node, name: str, rank: int) -> Iterable[int]:
     if match := WINDOWED.fullmatch(name):
         return range(-int(match[2]) - ("pool" not in match[1]), 0)
     return ()
+
+
+def letters(node: fx.Node, batch: Batch) -> set[Any]:
+    """What an einsum calls the batch in its operands: one letter where rows stay apart."""
+    equation, *operands = node.args
+    if operands and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    if isinstance(equation, str):
+        terms: Any = equation.replace(" ", "").partition("->")[0].split(",")
+    else:  # operand, list of numbers, operand, ...
+        operands, terms = list(node.args[::2]), node.args[1::2]
+    return {
+        letter_of(term, dim, values_of(value)[0].dim())
+        for value, term in zip(operands, terms)
+        for dim in batch.dims(value)
+    }
+
+
+def letter_of(term: Any, dim: int, rank: int) -> Any:
+    """The letter, or number, of a dimension in a term of an einsum: `...b` counts from the end."""
+    if isinstance(term, str):
+        term = [Ellipsis if part == "..." else part for part in re.findall(r"\.\.\.|.", term)]
+    if Ellipsis not in term:
+        return term[dim]
+    before = term.index(Ellipsis)
+    after = len(term) - before - 1
+    if dim < before:
+        return term[dim]
+    return term[dim - rank] if dim >= rank - after else ("...", dim - (rank - after))
 
 
 def counts_from_zero(node: fx.Node) -> bool:

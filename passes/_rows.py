@@ -11,6 +11,7 @@ import torch.fx as fx
 
 from fxpipe.errors import ModelError
 from fxpipe.passes._batch import (
+    RANDOM,
     Batch,
     argument,
     is_in_place,
@@ -27,12 +28,14 @@ from fxpipe.passes._mixing import (
     CUTS,
     IN_ORDER,
     INDEXED,
+    OTHER_OPERANDS,
     ROW_BY_ROW,
     SPREADS,
     TAKE_SIZES,
     counts_from_zero,
     dims_along,
     is_known,
+    letters,
     places_of,
 )
 from fxpipe.passes._routing import Routing
@@ -42,7 +45,9 @@ from fxpipe.torch_private import expression
 ADVICE = "options={'loss_reduction': 'mean'} (or 'sum') says that microbatch losses may be averaged"
 INSTEAD = "compute it outside of the model, or use one microbatch"
 
-POSITIONS = frozenset("arange range linspace logspace randperm tril_indices triu_indices".split())
+POSITIONS = frozenset(
+    "arange range linspace logspace randperm tril_indices triu_indices eye".split()
+)
 KEEPS_POSITIONS = frozenset(
     "unsqueeze squeeze view reshape flatten expand expand_as to long int clone contiguous detach "
     "getattr".split()
@@ -164,6 +169,7 @@ class _Rows:
         name = name_of(node)
         self.check_known(node, name)
         self.check_along(node, name)
+        self.check_operands(node, name)
         if name in BROADCAST_LOSSES:
             self.check_broadcast(node)
         if name == "embedding":
@@ -201,7 +207,8 @@ class _Rows:
             return
         tensors = [source for source in node.all_input_nodes if is_tensor(source)]
         if not any(map(self.batch.is_batched, tensors)):
-            if tensors and name not in SPREADS and not takes_graph(node):
+            known = SPREADS | RANDOM | (frozenset() if tensors else POSITIONS)
+            if name not in known and not takes_graph(node):
                 raise self.position_as_number(node)
         elif not is_known(node):
             raise ModelError(
@@ -217,6 +224,19 @@ class _Rows:
         along = dims_along(node, name, rank)
         if set(self.batch.dims(source)) & {d % rank for d in along if -rank <= d < rank}:
             raise self.mixes(node, name)
+
+    def check_operands(self, node: fx.Node, name: str) -> None:
+        """Rows of one operand that meet all rows of another, and leave no trace in the shape."""
+        if name == "einsum" and len(letters(node, self.batch)) > 1:
+            raise self.mixes(node, "an einsum of several operands")
+        for place, key in OTHER_OPERANDS.get(name, ()):
+            other = argument(node, place, key)
+            if not is_tensor(other) or not self.batch.is_batched(other):
+                continue
+            rank = values_of(other)[0].dim()
+            along = dims_along(node, name, rank) if name != "embedding" else range(rank)
+            if set(self.batch.dims(other)) & {d % rank for d in along if -rank <= d < rank}:
+                raise self.mixes(node, f"{name} ({key})")
 
     def check_broadcast(self, node: fx.Node) -> None:
         """A loss of [rows, 1] against [rows] compares all with all."""

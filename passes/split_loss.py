@@ -84,7 +84,7 @@ class SplitLoss:
 
 
 def detach_beside_loss(program: Program) -> Program:
-    """Outputs beside the loss carry no gradient: the backward has run when they are returned."""
+    """Outputs beside the loss take no gradient: the backward has run when they are returned."""
     if program.loss is None:
         return program
     model, _ = copy_graph(program.model)
@@ -95,7 +95,10 @@ def detach_beside_loss(program: Program) -> Program:
             with model.graph.inserting_before(end):
                 returned[i] = model.graph.call_method("detach", (returned[i],))
     end.args = (tuple(returned),)
-    outputs = (replace(o, requires_grad=o.requires_grad and o.is_loss) for o in program.outputs)
+    outputs = (
+        o if o.is_loss else replace(o, requires_grad=False, detached=o.requires_grad)
+        for o in program.outputs
+    )
     return replace(program, model=fx.GraphModule(model, model.graph), outputs=tuple(outputs))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -199,4 +200,69 @@ def test_module_paths_say_where_stages_begin() -> None:
     model, twin = seeded(MLP), seeded(MLP)
     pipelined(model, stages=["layers.1", "layers.3"])(X, X / 2).backward()
     twin(X, X / 2).backward()
+    assert_same_gradients(model, twin)
+
+
+class Mixing(Body):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mixed(self.body(x)).square().mean()
+
+    def mixed(self, h: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class OtherRowsInEinsum(Mixing):
+    def mixed(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,ci->b", h, h)
+
+
+class OtherRowsInLists(Mixing):
+    def mixed(self, h: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(h, [0, 1], h, [2, 1], [0])
+
+
+class OtherRowsAsKeys(Mixing):
+    def mixed(self, h: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(h[:, None], h[None], h[None])
+
+
+class RowsAsTable(Mixing):
+    def mixed(self, h: torch.Tensor) -> torch.Tensor:
+        return F.embedding(torch.tensor([0, 1]), h)
+
+
+class Identity(Mixing):
+    def mixed(self, h: torch.Tensor) -> torch.Tensor:
+        return h + torch.eye(h.shape[0], 6, dtype=h.dtype)
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (OtherRowsInEinsum, "einsum("),
+        (OtherRowsInLists, "einsum("),
+        (OtherRowsAsKeys, "scaled_dot"),
+        (RowsAsTable, "embedding("),
+        (Identity, "torch.eye"),
+    ],
+)
+def test_rows_of_one_operand_that_meet_all_of_another_are_refused(
+    module: type[nn.Module], text: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        pipelined(seeded(module))(X)
+    assert line_of(module, text) in str(caught.value)
+
+
+class SameRowsInEinsum(Mixing):
+    def mixed(self, h: torch.Tensor) -> torch.Tensor:
+        same = torch.einsum("bi,bi->b", h, h) + torch.einsum("...i,...i->...", h, h)
+        return same + torch.einsum(h, [0, 1], h, [0, 1], [0])
+
+
+def test_rows_of_operands_that_meet_their_own_are_right() -> None:
+    model = seeded(SameRowsInEinsum)
+    twin = copy.deepcopy(model)
+    pipelined(model)(X).backward()
+    twin(X).backward()
     assert_same_gradients(model, twin)
