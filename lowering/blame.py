@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx as fx
 
+from fxpipe.lowering import lean
 from fxpipe.lowering.rank_program import RankProgram
 from fxpipe.program import TORCH, where
 
@@ -55,8 +56,10 @@ def line_of(
 
 def raised_in_python(error: Exception) -> bool:
     """Whether neither torch nor generated code is under the error: then no operator raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return not any(frame.filename.startswith((TORCH, "<eval_with_key>")) for frame in frames)
+    names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    # What a compiled task calls is code that Inductor made, in a file of its cache.
+    compiled = lean.__file__ in names[:-1]
+    return not compiled and not any(n.startswith((TORCH, "<eval_with_key>")) for n in names)
 
 
 def node_in_traceback(error: Exception, task: fx.Graph) -> fx.Node | None:
