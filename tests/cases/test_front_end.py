@@ -143,7 +143,9 @@ def test_case_86_the_warning_and_explain_name_the_call_whatever_ran_before(
     again = pipelined(seeded(Recurrent).double())
     again(normal(8, 6))
     for ask, of in ((fxpipe.explain, step), (fxpipe.metrics, step), (fxpipe.explain, again)):
-        with pytest.raises(FxpipeError, match="has run through fxpipe: Dynamo leaves Recurrent at"):
+        with pytest.raises(
+            FxpipeError, match="has run through fxpipe: .*Dynamo leaves Recurrent at"
+        ):
             ask(of)
 
 
