@@ -15,8 +15,6 @@ INSTALL := $(BIN)/python -m pip install -c constraints.txt --editable
 NONE_PICKED := 5
 # Ranks and tests share the cores; threads of their own would fight for them.
 export OMP_NUM_THREADS ?= 1
-# torch is stricter where this is set; what it then refuses should be seen here.
-export CI ?= true
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -31,6 +29,8 @@ demo: $(VENV)/.installed compiler ## train a small GPT with two pipeline ranks o
 	$(BIN)/torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
 # Tests of several processes have limits of time: no more than two files of them run at once.
+# torch is stricter where this is set; what it then refuses should be seen here.
+test: export CI ?= true
 test: $(VENV)/.installed-test compiler ## run the tests (PYTEST_ARGS="-k text" picks some)
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
 	  --ignore tests/distributed $(PYTEST_ARGS) || test $$? = $(NONE_PICKED)
